@@ -118,7 +118,7 @@ def test_drawn_tokens_do_not_keep_the_states_of_candidates(lm_folders: dict[str,
     decoder = Decoder(lm, guide)
     decoder.add([[5, 6, 7]], [0], [make_request(0, stops=frozenset())], np.full((1, 9), 0.4), capacity=1, width=64)
     drawn = decoder.draw(np.ones(1, dtype=bool))
-    siblings = weakref.ref(decoder.guides.members[0].readings[0].siblings.hidden)
+    siblings = weakref.ref(decoder.members[0].readings[0].siblings.hidden)
     assert siblings() is not None
     decoder.read()
     assert drawn.tokens.shape == (1,)

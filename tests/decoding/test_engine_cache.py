@@ -110,19 +110,19 @@ def test_engines_that_need_much_memory_are_not_kept(monkeypatch: pytest.MonkeyPa
     for engine in engines:
         keep_engine(engine)
     assert not engines[0].decoder.capacity  # its memory is free, though somebody still holds the engine
-    assert [engine.max_rows for engine in vars(lm)[KEPT].engines] == [4, 5]
+    assert [engine.max_rows for engine in vars(lm)[KEPT]] == [4, 5]
     keep_engine(Engine(lm, max_rows=6, compile=True))
-    assert not vars(lm)[KEPT].engines
+    assert not vars(lm)[KEPT]
 
 
 def test_copies_of_a_model_have_no_engines(tmp_path: Path) -> None:
     lm = make_lm("llama")
     keep_engine(take_engine(lm, None, None, compile=True))
-    assert vars(lm)[KEPT].engines
-    assert not vars(copy.deepcopy(lm))[KEPT].engines
+    assert vars(lm)[KEPT]
+    assert not vars(copy.deepcopy(lm))[KEPT]
     for _ in range(MOST_KEPT + 2):
         keep_engine(Engine(lm, compile=True))
-    assert len(vars(lm)[KEPT].engines) == MOST_KEPT
+    assert len(vars(lm)[KEPT]) == MOST_KEPT
     lm.save_pretrained(tmp_path)
 
 

@@ -13,7 +13,7 @@ from proposals import ConstantGuide
 
 from radq.decoding.config import LogitChanges
 from radq.decoding.generate import generate
-from radq.decoding.processors import Grammar
+from radq.decoding.processors import GrammarMask, compile_grammar
 from radq.errors import OptionError
 
 pytest.importorskip("llguidance", reason="JSON schemas need radq[serve]")
@@ -47,7 +47,7 @@ def test_texts_are_json_of_the_schema(steered: bool) -> None:
 def test_masks_are_those_of_all_tokens_one_by_one() -> None:
     """The words "yes" and "no" are all that is allowed: a token may follow if a word then still begins so."""
     words = ['"yes"', '"no"']
-    mask = Grammar(TOKENIZER, len(TOKENIZER), {"enum": ["yes", "no"]}).mask(1, [0])
+    mask = GrammarMask(compile_grammar(TOKENIZER, len(TOKENIZER), {"enum": ["yes", "no"]}), 1, [0])
     for text in ("", '"', '"y', '"n', '"yes', '"no"'):
         ids: list[int] = TOKENIZER(text, add_special_tokens=False).input_ids
         scores = mask(torch.tensor([[5, *ids]]), torch.zeros(1, len(TOKENIZER)))[0]
@@ -62,16 +62,16 @@ def test_masks_are_those_of_all_tokens_one_by_one() -> None:
 
 def test_texts_that_begin_again_are_the_same() -> None:
     """A mask that has read another text, as after memory was full, reads the new one from its beginning."""
-    grammar = Grammar(TOKENIZER, len(TOKENIZER), SCHEMA)
-    mask, scores = grammar.mask(0, [0]), torch.zeros(1, len(TOKENIZER))
+    grammar = compile_grammar(TOKENIZER, len(TOKENIZER), SCHEMA)
+    mask, scores = GrammarMask(grammar, 0, [0]), torch.zeros(1, len(TOKENIZER))
     for text in ('{"good', '{"stars": 3', "{"):
         ids = torch.tensor(TOKENIZER([text], add_special_tokens=False).input_ids)
-        assert torch.equal(mask(ids, scores), grammar.mask(0, [0])(ids, scores))
+        assert torch.equal(mask(ids, scores), GrammarMask(grammar, 0, [0])(ids, scores))
 
 
 def test_all_stop_tokens_may_end_a_text() -> None:
     engine_stops = [0, 5]
-    mask = Grammar(TOKENIZER, len(TOKENIZER), {"const": 1}).mask(0, engine_stops)
+    mask = GrammarMask(compile_grammar(TOKENIZER, len(TOKENIZER), {"const": 1}), 0, engine_stops)
     ids = torch.tensor(TOKENIZER(["1"], add_special_tokens=False).input_ids)
     scores = mask(ids, torch.zeros(1, len(TOKENIZER)))
     assert scores[0].isfinite().nonzero().flatten().tolist() == engine_stops
@@ -113,7 +113,7 @@ def test_schemas_that_cannot_be_used(schema: dict[str, Any], reason: str) -> Non
 
 def test_tokenizers_of_words_are_refused() -> None:
     with pytest.raises(OptionError, match="tokenizer of bytes"):
-        Grammar(make_number_tokenizer(), 40, SCHEMA)
+        compile_grammar(make_number_tokenizer(), 40, SCHEMA)
 
 
 def test_a_text_without_stop_tokens_is_refused() -> None:

@@ -22,7 +22,7 @@ from radq.errors import OptionError
 from radq.guides import Guide, RewardGuide
 from radq.guides.base import Advice
 from radq.guides.meter import Meter
-from radq.hosts.batching import Steerer, update_slots
+from radq.hosts.batching import Steerer
 from radq.hosts.details import RecordedRow
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
 from radq.hosts.follower import DeviceRequest, HostRequest
@@ -133,6 +133,22 @@ def check(
 
 
 STEERINGS = [Steering(5), Steering(None, temperature=0.5), Steering(8, 0.7, 0), Steering(6, kl_budget=0.2)]
+
+
+def update_slots(requests: dict[int, Any], removed: Any, added: Any, moved: Any) -> None:
+    """Remove, add and move requests, in this order; an added one is None if it is not guided."""
+    for slot in removed:
+        requests.pop(slot, None)
+    for slot, request in added:
+        requests.pop(slot, None)
+        if request is not None:
+            requests[slot] = request
+    for source, target, swaps in moved:
+        moving, replaced = requests.pop(source, None), requests.pop(target, None)
+        if moving is not None:
+            requests[target] = moving
+        if swaps and replaced is not None:
+            requests[source] = replaced
 
 
 class Engine:
@@ -470,7 +486,7 @@ def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: boo
     rng, most = random.Random(seed), 3
     chosen = {kind: guides[kind] for kind in ("q", "dexperts")}
     check_drafts(list(chosen.values()), VOCAB)
-    steerer = DraftSteerer(make_loaded(chosen), 5, LENGTH, "cpu", most)
+    steerer = DraftSteerer(make_loaded(chosen), 5, LENGTH, most=most)
     if prepared:
         prepare_steps(steerer)
     tokens, lengths = torch.zeros(5, LENGTH, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
@@ -497,13 +513,13 @@ def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: boo
             rows += [(slot, place, text + drafted[:place]) for place in range(len(drafted) + 1)]
             tokens[slot, int(lengths[slot]) : int(lengths[slot]) + len(drafted)] = torch.tensor(drafted).int()
             if (known := requests[slot]) is not None:
-                known.bound = len(text) + most - 1
+                known.size = len(text) + most - 1
         shown = {slot: one for slot, _, _ in rows if (one := requests[slot]) is not None}
         base = torch.stack([base_logits(text) for _, _, text in rows])
         logits = base.clone()
         columns = [[slot for slot, _, _ in rows], [place for _, place, _ in rows]]
         columns += [[text[-1] for _, _, text in rows], [len(text) - 1 for _, _, text in rows]]
-        steerer.steer_drafts(logits, shown, Drafts(*map(torch.tensor, columns)))
+        steerer.steer(logits, shown, Drafts(*map(torch.tensor, columns)))
         for row, (slot, _, text) in enumerate(rows):
             request = requests[slot]
             expected = base[row] if request is None else alone(chosen, text, request.guidance)
@@ -519,25 +535,3 @@ def test_rows_of_drafts_are_steered_by_their_own_prefix(seed: int, prepared: boo
 def test_guides_that_cannot_follow_drafts_are_refused(kind: str, guides: dict[str, Guide]) -> None:
     with pytest.raises(OptionError, match="speculative"):
         check_drafts([guides[kind]], VOCAB)
-
-
-# --- places ---
-
-
-def make_requests(count: int) -> list[HostRequest]:
-    return [HostRequest(FINE, [row], []) for row in range(count)]
-
-
-def test_slots_follow_the_order_of_changes() -> None:
-    a, b, c, d = make_requests(4)
-    requests: dict[int, HostRequest] = {}
-    update_slots(requests, NOTHING, [(0, a), (1, None), (2, b)], NOTHING)
-    assert requests == {0: a, 2: b}
-    update_slots(requests, [0], [(0, c), (3, d)], [(3, 1, False), (0, 2, True)])  # freed, taken, moved, swapped
-    assert requests == {0: b, 1: d, 2: c}
-    update_slots(requests, NOTHING, [(2, None)], [(1, 0, False)])  # both replaced: by an unguided one, and by a move
-    assert requests == {0: d}
-    update_slots(requests, NOTHING, NOTHING, [(5, 0, True)])  # swapped with an unguided one
-    assert requests == {5: d}
-    update_slots(requests, NOTHING, NOTHING, [(4, 5, False)])  # an unguided one takes the place
-    assert requests == {}

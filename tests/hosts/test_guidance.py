@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calibrations import PRAISE
 from families import make_reward
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +58,18 @@ def test_several_guides_add_up_in_one_text() -> None:
         free = read_guidance(CONFIG, arguments, 1.0)
         assert free is not None
         assert free.steering.kl_budget is None
+
+
+@pytest.mark.parametrize("arguments", [{"radq": "praise=strong"}, {"radq_guide": "praise", "radq_beta": "60%"}])
+def test_a_budget_may_stand_beside_a_calibrated_strength(arguments: dict[str, Any]) -> None:
+    """In place of the one that the strength was calibrated with."""
+    config = ServeConfig(guides={"praise": "models/praise:praise"})
+    vars(config)["calibrations"] = {"praise": PRAISE}  # as if it were read from the folder
+    calibrated = read_guidance(config, arguments, 1.0)
+    assert calibrated is not None
+    assert calibrated.strengths["praise"] != 0
+    found = read_guidance(config, {**arguments, "radq_kl_budget": 0.25}, 1.0)
+    assert found == replace(calibrated, steering=replace(calibrated.steering, kl_budget=0.25))
 
 
 def test_defaults_of_the_operator_hold_for_requests_that_name_nothing() -> None:

@@ -255,6 +255,32 @@ def test_a_token_that_all_ranks_draw_is_counted_once(registry: World, monkeypatc
     assert count(1, shared_out=True) == [3.0, sums, None]
 
 
+def test_slots_follow_the_order_of_changes(registry: World) -> None:
+    """Those of vLLM's first runner, which frees, takes, moves and swaps rows of its batch."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    from radq.hosts.vllm import GuidedProcessor
+
+    processor: Any = GuidedProcessor(make_config(registry), torch.device("cpu"), False)
+    one_way, swap = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
+
+    def change(removed: list[int], added: dict[int, str], moved: list[Any]) -> dict[int, str]:
+        """Change requests with prompts of one letter, of which capital ones are not guided; return those that are."""
+        params = [SamplingParams(extra_args=None if name.isupper() else {"radq": "q.0"}) for name in added.values()]
+        texts = [(slot, one, [ord(name)], []) for one, (slot, name) in zip(params, added.items(), strict=True)]
+        processor.update_state(BatchUpdate(batch_size=6, removed=removed, added=texts, moved=moved))
+        return {slot: chr(request.prompt[0]) for slot, request in processor._requests.items()}
+
+    assert change([], {0: "a", 1: "X", 2: "b"}, []) == {0: "a", 2: "b"}
+    assert change([], {0: "c", 3: "d"}, [(3, 1, one_way), (0, 2, swap)]) == {0: "b", 1: "d", 2: "c"}  # taken, moved
+    assert change([2], {}, [(1, 0, one_way)]) == {0: "d"}  # freed, and replaced by a move
+    assert change([], {}, [(5, 0, swap)]) == {5: "d"}  # swapped with an unguided one
+    assert change([], {}, [(4, 5, one_way)]) == {}  # an unguided one takes the place
+    assert change([], {1: "e"}, []) == {1: "e"}
+    assert change([], {1: "Y"}, []) == {}  # replaced by an unguided one
+
+
 class SecondRunner:
     """What vLLM's second model runner shows a processor, step by step: slots that stay, rows that do not."""
 

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from radq.decoding.config import check_counts
 from radq.decoding.generate import Generation, check_guide, generate
 from radq.decoding.text import encode_prompts
-from radq.errors import OptionError
 from radq.guides import RewardGuide
 from radq.models.loading import Wrappable
 from radq.models.reward import RewardModel
@@ -50,8 +50,7 @@ def best_of_n(
     best of n can have. At most `batch_size` texts are drawn, or scored, at once; by default as many as fit into memory
     are drawn, and 64 scored. Other options are those of `generate`.
     """
-    if n < 1:
-        raise OptionError(f"n must be at least 1, got {n}.", "give a larger n.")
+    check_counts(n=n)
     guide = RewardGuide(model, beta)
     encoded = encode_prompts(lm.config, tokenizer, prompts, max_new_tokens)
     check_guide(guide, lm, tokenizer, encoded, max_new_tokens)
@@ -80,13 +79,12 @@ def score_texts(
     scores: list[Tensor] = []
 
     def score(size: int) -> Float[Tensor, " size"]:
-        first = sum(map(len, scores))
         padded = pad_left(texts[first : first + size], device=model.device)
         input_ids, attention_mask = leave_out_unknown(*padded, model.num_known)
         rewards = model.token_rewards(input_ids, attention_mask)  # (texts, t, a)
         return take_last(rewards, attention_mask)[:, columns].double().cpu() @ strengths
 
-    while sum(map(len, scores)) < len(texts):
+    while (first := sum(map(len, scores))) < len(texts):
         some, batch_size = in_smaller_batches(score, batch_size)
         scores.append(some)
     return torch.cat(scores)

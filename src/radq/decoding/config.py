@@ -103,7 +103,6 @@ class LogitChanges:
             raise OptionError(f"min_p must be from 0 to 1, got {self.min_p}.", "0 changes nothing.")
 
     def check_tokens(self, vocab_size: int) -> None:
-        """Refuse biases of tokens that a vocabulary does not have."""
         if wrong := [token for token in self.logit_bias if not 0 <= token < vocab_size]:
             raise OptionError(
                 f"logit_bias names the token {wrong[0]}, and tokens are numbers from 0 to {vocab_size - 1}.",

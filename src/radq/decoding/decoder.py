@@ -21,12 +21,11 @@ from torch import Tensor
 
 from radq.decoding.capture import Capture, Captures
 from radq.decoding.config import Steering
-from radq.decoding.guide_rows import Guides
+from radq.decoding.guide_rows import Advisers, GuideRows, Started, TextStates, count_siblings, list_columns
 from radq.decoding.request import Request
 from radq.decoding.steering import Plan, Proposal, RowSettings, choose, propose
-from radq.guides import Guide
+from radq.guides import Guide, SumGuide
 from radq.guides.base import State
-from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prefill import MOST_TOKENS, InTurns, PromptGraphs, Turn, finish
 from radq.models.reading import Reader, Reading
@@ -35,7 +34,7 @@ from radq.models.slots import SlotReading, settle, takes_slots
 from radq.models.vocabulary import Vocabulary
 from radq.numerics import Tokens, enlarge, log_probabilities, pad_left
 
-Started = tuple[list[int], State | None]  # the numbers of the prompts that a guide has read, and its state of them
+Read = tuple[Reading, list[Started]]  # what base model and guides know of prompts whose rows are still to be added
 Process = Callable[[Float[Tensor, "b v"]], Float[Tensor, "b v"]]
 
 LOGGER = logging.getLogger(__name__)
@@ -54,21 +53,9 @@ class Drawn:
     tokens: Tokens
     numbers: Float[Tensor, "b n"]  # in the order of `NUMBERS`, then the reward behind each strength, if guides tell
 
-    def copy(self, rows: int) -> "Drawn":
-        """Copy the first rows into memory of their own, which the next step does not change."""
-
-        def copy(values: Tensor) -> Tensor:
-            return values[:rows].clone()
-
-        return Drawn(self.proposal.map(copy), copy(self.choice), copy(self.tokens), copy(self.numbers))
-
-
-@dataclass(frozen=True)
-class Read:
-    """Prompts that were read before their rows are added."""
-
-    base: Reading
-    states: list[Started]  # of each guide
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Drawn":
+        """Return the same tokens with changed tensors, such as some of their rows."""
+        return Drawn(self.proposal.map(change), *map(change, (self.choice, self.tokens, self.numbers)))
 
 
 class Decoder:
@@ -81,19 +68,23 @@ class Decoder:
         layers = join_layers([reader.base_layers for reader in asked])
         self.reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
         readers = [self.reader, *(reader for reader in asked if not reader.base_layers)]
-        models = [reader.model for reader in readers]
         dtypes = [reader.model.dtype for reader in asked] or [torch.float64]
         self._precision = reduce(torch.promote_types, dtypes, torch.float32)  # of β, so that no step has to convert it
-        self.captures = Captures(models, guide, captures and self.device.type == "cuda")
+        self.captures = Captures([reader.model for reader in readers], guide, captures and self.device.type == "cuda")
         self._prompts = PromptGraphs([reader.model for reader in readers if self.captures.on and takes_slots(reader)])
         self.compile = compile
         self._compiled = {
             reader.model: torch.compile(reader.model.forward, dynamic=False) for reader in readers if compile
         }
-        self.base: Reading | None = None
-        self.guides = Guides(guide, self._take_states, self.reader.vocabulary.size)
-        self.count = 0  # rows
-        self._rows: RowSettings | None = None  # of all slots
+        self.base = TextStates(range(0))
+        parts = () if guide is None else guide.guides if isinstance(guide, SumGuide) else (guide,)
+        self.members = [GuideRows(part, self._take_states, self.reader.vocabulary.size, self.device) for part in parts]
+        self._columns = list_columns(parts)
+        # Of all slots; there are none yet.
+        beta, size = () if guide is None else guide.beta, self.reader.vocabulary.size
+        self._rows = RowSettings.stack([Steering()], [beta], size, self.device, self._precision).map(
+            lambda row: row[:0]
+        )
         self._steerings: list[Steering] = []
         self._plan = Plan.of([])
         self._uniforms = torch.zeros(0, 0, dtype=torch.float64, device=self.device)  # (slots, steps)
@@ -112,24 +103,10 @@ class Decoder:
             return None
         base = yield from self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn)
         states: list[Started] = []
-        for number in range(len(self.guides.members)):
-            states.append((yield from self._start(number, prompts, rows, requests, turn)))
-        return Read(base, states)
-
-    def _start(
-        self,
-        number: int,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        requests: Sequence[Request],
-        turn: Turn,
-    ) -> InTurns[Started]:
-        """Let a guide read the prompts of the rows that ask for it."""
-        places = sorted({row for row, request in zip(rows, requests, strict=True) if request.asks_for(number)})
-        if not places:
-            return places, None
-        own = pad_left([prompts[place] for place in places], device=self.device)
-        return places, (yield from self.guides.members[number].start(*own, turn))
+        for number, member in enumerate(self.members):
+            wanted = {row for row, request in zip(rows, requests, strict=True) if request.asks_for(number)}
+            states.append((yield from member.start(prompts, wanted, turn)))
+        return base, states
 
     @torch.no_grad()
     def add(
@@ -152,73 +129,60 @@ class Decoder:
         self._plan = Plan.of(self._steerings)
         first, last = self.count, self.count + len(rows)
         turn = Turn(self._prompts if self.captures.on else None)
-        if read is None:
-            base = finish(self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn))
-        else:
-            base = read.base
+        base = read[0] if read else finish(self.reader.read_in_turns(*pad_left(prompts, device=self.device), turn))
         base = _choose(base, rows, range(len(prompts)), self.device)
-        if self.base is None:
-            self.base = self._settle(base, capacity, width)
-        else:
-            self._resize_base(self.count)
-            self.base = self.base.join([self.base, base])
-        for number, member in enumerate(self.guides.members):
+        self.base.add(base, partial(self._settle, capacity=capacity, width=width))
+        for number, member in enumerate(self.members):
             own = [row for row, request in enumerate(requests) if request.asks_for(number)]
-            member.widest = Plan.of(
-                [self._steerings[row] for row in [*member.rows, *(first + row for row in own)]]
-            ).widest
+            joining = [first + row for row in own]
+            member.widest = Plan.of([self._steerings[row] for row in [*member.rows, *joining]]).widest
             if own:  # after the base model has joined: a graph may write to the same memory
-                places, state = (
-                    read.states[number] if read else finish(self._start(number, prompts, rows, requests, turn))
-                )
+                wanted = {rows[row] for row in own}
+                places, state = read[1][number] if read else finish(member.start(prompts, wanted, turn))
                 assert state is not None
                 state = _choose(state, [rows[row] for row in own], places, self.device)
                 settle = partial(self._settle, capacity=capacity, width=width, widest=member.widest)
-                member.join(state, [first + row for row in own], settle)
+                member.join(state, joining, settle)
         size, betas = self.reader.vocabulary.size, [request.strengths(self.guide) for request in requests]
         stops = [request.stops for request in requests]
         strengths = RowSettings.stack(steerings, betas, size, self.device, self._precision, stops)
-        self._grow_rows(max(last, capacity), uniforms.shape[1], strengths)
-        assert self._rows is not None
+        self._grow_rows(max(last, capacity), uniforms.shape[1], strengths.stops.shape[1])
         self._rows.stops[first:last] = -1  # there may be room for more stop tokens than these requests have
         for name, values in strengths.columns.items():
             settings = getattr(self._rows, name)[first:last]
             (settings if values.dim() == 1 else settings[:, : values.shape[1]])[:] = values
         self._uniforms[first:last, : uniforms.shape[1]] = torch.from_numpy(uniforms).to(self.device)
         self._done[first:last] = 0
-        self.count = last
+        self.base.rows = range(last)
         self._place_guides()
 
     def _place_guides(self) -> None:
-        for member in self.guides.members:
-            member.place(self.count, self.capacity, self.device)
+        for member in self.members:
+            member.place(self.count, self.capacity)
 
     def _take_states(self, layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
         """Return the outputs of layers of the base model at the last token of each row, side by side."""
-        assert self.base is not None
-        assert self.base.notes is not None
-        return pick_layers(self.base.notes, self.reader.layers, layers)
+        assert self._base_reading.notes is not None
+        return pick_layers(self._base_reading.notes, self.reader.layers, layers)
 
-    def _siblings(self, reader: Reader, widest: int | None) -> int:
-        """Return the number of candidates that a model reads beside each other."""
-        return min(SIBLINGS_PER_FORWARD, widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
-
-    def _resize_base(self, rows: int) -> None:
-        if isinstance(self.base, SlotReading):
-            self.base.resize(rows)
+    @property
+    def _base_reading(self) -> Reading:
+        """The base model's reading of all texts."""
+        (reading,) = self.base.readings
+        return reading
 
     def _settle(self, reading: Reading, capacity: int, width: int, widest: int | None = None) -> Reading:
-        settled = settle(reading, capacity, width, self._siblings(reading.reader, widest))
+        settled = settle(reading, capacity, width, count_siblings(reading.reader, widest))
         if self.compile and isinstance(settled, SlotReading):
             settled.compiled = self._compiled[reading.reader.model]
         return settled
 
-    def _grow_rows(self, capacity: int, steps: int, like: RowSettings) -> None:
-        """Make the tensors of settings, stop tokens and random numbers large enough."""
-        before, n = self._rows or like, self.count
-        held = (0, 0, 0) if self._rows is None else (self.capacity, self._uniforms.shape[1], before.stops.shape[1])
-        capacity, steps, ends = map(max, held, (capacity, steps, like.stops.shape[1]))
-        if self._rows is None or (capacity, steps, ends) != held:
+    def _grow_rows(self, *wanted: int) -> None:
+        """Make the tensors large enough for so many rows, random numbers of each, and stop tokens of each."""
+        before, n = self._rows, self.count
+        held = self.capacity, self._uniforms.shape[1], before.stops.shape[1]
+        capacity, steps, ends = map(max, held, wanted)
+        if (capacity, steps, ends) != held:
             self._rows = replace(
                 before.map(lambda values: enlarge(values[:n], capacity, *values.shape[1:])),
                 stops=enlarge(before.stops[:n], capacity, ends, fill=-1),
@@ -230,20 +194,21 @@ class Decoder:
             self.captures.clear()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order. Rows that keep their places are not copied."""
-        index = torch.tensor(rows, dtype=torch.long)
-        self._resize_base(self.count)
-        for member in self.guides.members:
+        """Keep these rows, in this order. Rows that keep their places are not copied.
+
+        If there are none, slots stay for others, and captured steps with them.
+        """
+        if not (rows or self._in_slots):
+            self.clear()
+            return
+        for member in self.members:
             member.keep(rows)
-        assert self.base is not None
-        assert self._rows is not None
-        self.base = self.base.select(index)
-        index = index.to(self.device)
-        for values in (*vars(self._rows).values(), self._uniforms, self._done):
-            if isinstance(values, Tensor):
-                values[: len(rows)] = values[index]
+        self.base.select(rows)
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        for values in (*self._rows.columns.values(), self._uniforms, self._done):
+            values[: len(rows)] = values[index]
         self._steerings = [self._steerings[row] for row in rows]
-        self.count = len(rows)
+        self.base.rows = range(len(rows))
         if self._tokens is not None:
             self._tokens = self._tokens[index]
         self._place_guides()
@@ -253,21 +218,14 @@ class Decoder:
         """Whether rows may leave between the halves of a step; a captured or compiled step has them all."""
         return self.device.type == "cpu" and not self.compile
 
-    def empty(self) -> None:
-        """Forget all rows. Slots stay for others, and captured steps with them."""
-        if not self._in_slots:
-            self.clear()
-            return
-        for member in self.guides.members:
-            member.keep([])
-        if isinstance(self.base, SlotReading):
-            self.base.resize(self.count).select(torch.zeros(0, dtype=torch.long))
-        self._steerings, self.count = [], 0
-        self._place_guides()
-
     def clear(self) -> None:
         """Forget all rows and give their memory back."""
         self.__init__(self.lm, self.guide, self.captures.on, self.compile)
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return len(self.base.rows)
 
     @property
     def capacity(self) -> int:
@@ -276,19 +234,21 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the slots hold."""
         return sum(reading.nbytes for reading in self.slots)
 
     # --- steps ---
 
     @property
     def _readings(self) -> list[Reading]:
-        base = [] if self.base is None else [self.base]
-        return [*base, *(reading for member in self.guides.members for reading in member.readings)]
+        return [reading for texts in (self.base, *self.members) for reading in texts.readings]
+
+    @property
+    def _active(self) -> list[GuideRows]:
+        """The guides that some row asks for; the others cost nothing."""
+        return [member for member in self.members if member.rows]
 
     @property
     def _in_slots(self) -> bool:
-        """Whether all models work with slots."""
         return len(self.slots) == len(self._readings)
 
     @property
@@ -308,16 +268,13 @@ class Decoder:
         self._reserve(rows, alive, all_rows=captured or (self.compile and self._in_slots))
         self._current = None
         if captured:
-            active = [reading for member in self.guides.active for reading in member.slots]
-            shape = (rows, *((reading.window, reading.epoch) for reading in [self.base, *active]))
-            kind = (self._plan, self.guides.kind, shape if self.compile else None)  # compiled in its first step
-
-            def capture() -> Capture[Drawn]:
-                return self.captures.capture(
-                    lambda: self._draw(rows), lambda drawn, side: self._read(drawn.tokens, side)
-                )
-
-            self._current = self.captures.find(kind, shape, capture)
+            slots = [reading for texts in (self.base, *self._active) for reading in texts.slots]
+            shape = (rows, *((reading.window, reading.epoch) for reading in slots))
+            # A captured step holds for guides whose rows need the same work, whatever their strengths are.
+            needs = tuple((member.every, member.widest) if member.rows else None for member in self.members)
+            kind = (self._plan, needs, shape if self.compile else None)  # compiled in its first step
+            halves = partial(self._draw, rows), lambda drawn, side: self._read(drawn.tokens, side)
+            self._current = self.captures.find(kind, shape, partial(self.captures.capture, *halves))
         if self._current is None:
             drawn = self._draw(rows, process)
         else:
@@ -331,25 +288,28 @@ class Decoder:
         """Make room for a token of every row. Guides compute as many rows as the base model where steps are captured,
         so that the number of rows that ask for each makes no further shapes.
         """
-        if isinstance(self.base, SlotReading):
-            self.base.make_room(self.count, rows).reserve(alive)
-        for member in self.guides.active:
+        for reading in self.base.slots:
+            reading.make_room(self.count, rows).reserve(alive)
+        for member in self._active:
             texts = len(member.rows)
             member.resize(rows if all_rows else texts)
             for reading in member.slots:
                 reading.make_room(texts, member.computed)
-                reading.reserve(
-                    alive if member.every else alive[member.rows], self._siblings(reading.reader, member.widest)
-                )
+                own = alive if member.every else alive[member.rows]
+                reading.reserve(own, count_siblings(reading.reader, member.widest))
 
     @torch.no_grad()
-    def read(self) -> None:
-        """Let both models read the tokens that were drawn."""
-        assert self._tokens is not None
+    def read(self, tokens: Tokens | None = None) -> None:
+        """Let both models read the tokens that were drawn, or others in their place if steps are not captured."""
+        if tokens is not None:
+            for reading in self.slots:
+                reading.drop_siblings()  # among which they need not be
+        tokens = self._tokens if tokens is None else tokens
+        assert tokens is not None
         if self._current is not None:
             self._current.read.replay()
         else:
-            self._read(self._tokens)
+            self._read(tokens)
             seconds = time.perf_counter() - self._began
             if self.compile and seconds > COMPILING:  # in the first step of a shape
                 took = "torch.compile took %.0f s; the next %d texts at once take none."
@@ -366,26 +326,24 @@ class Decoder:
         return min(-(-self.count // step) * step, self.capacity)
 
     def _draw(self, rows: int, process: Process | None = None) -> Drawn:
-        assert self._rows is not None
-        assert self.base is not None
         strengths = self._rows.map(lambda values: values[:rows], self._plan)
-        logits = self.base.last
-        guides = self.guides if self.guides.active else None
-        proposal = propose(logits if process is None else process(logits), guides, None, strengths)
+        logits = self._base_reading.last
+        members = {number: member.advise for number, member in enumerate(self.members) if member.rows}
+        advisers = Advisers(members, self._columns) if members else None
+        proposal = propose(logits if process is None else process(logits), advisers, None, strengths)
         done = self._done[:rows]
         place = done.clamp(max=self._uniforms.shape[1] - 1)[:, None]
         choice = choose(proposal, strengths, self._uniforms[:rows].gather(1, place).squeeze(1))
         tokens = proposal.candidates.gather(1, choice[:, None]).squeeze(1)
         done.add_(1)
-        numbers = _measure(proposal, choice, tokens, logits, guides is not None)
+        numbers = _measure(proposal, choice, tokens, logits)
         return Drawn(proposal, choice, tokens, numbers)
 
     def _read(self, tokens: Tokens, side: torch.cuda.Stream | None = None) -> None:
         """Read one token per row; the guide reads on another stream where one is given."""
-        assert self.base is not None
-        guides = self.guides.active
+        guides = self._active
         if side is None or not any(member.reads for member in guides):
-            self.base = self.base.read(tokens)
+            self.base.state = self._base_reading.read(tokens)
             for member in guides:
                 member.advance(tokens)
         else:
@@ -394,7 +352,7 @@ class Decoder:
             with torch.cuda.stream(side):
                 for member in guides:
                     member.advance(tokens)
-            self.base = self.base.read(tokens)
+            self.base.state = self._base_reading.read(tokens)
             torch.cuda.current_stream().wait_stream(side)
             del before
 
@@ -407,9 +365,7 @@ def _choose(state: S, wanted: Sequence[int], held: Sequence[int], device: torch.
     return state.select(torch.tensor([places[number] for number in wanted], device=device))
 
 
-def _measure(
-    proposal: Proposal, choice: Tokens, tokens: Tokens, logits: Float[Tensor, "b v"], guided: bool
-) -> Float[Tensor, "b n"]:
+def _measure(proposal: Proposal, choice: Tokens, tokens: Tokens, logits: Float[Tensor, "b v"]) -> Float[Tensor, "b n"]:
     """Compute the numbers about each token; log-probabilities are those of the base model alone and of the candidates.
 
     All of them are exact in float32: no vocabulary has more than 2²⁴ tokens.
@@ -418,7 +374,7 @@ def _measure(
     columns = (
         tokens,
         shift,
-        proposal.kl if guided else shift,  # without a guide, both are 0
+        proposal.kl if proposal.steered else shift,  # without a guide, both are 0
         proposal.clipped,
         log_probabilities(logits, tokens),
         proposal.log_probabilities.gather(1, choice[:, None]).squeeze(1),

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -61,23 +61,21 @@ class _Joining:
 
 
 @dataclass(frozen=True)
-class _InFlight:
-    """The numbers of a step on their way to the host, and the tickets of its rows."""
-
-    tickets: list[Ticket]
-    last: np.ndarray  # whether this is the last token of a row at the latest
-    numbers: Tensor
-    event: torch.cuda.Event | None
-    drawn: Drawn | None
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """A result holds what one step has drawn: the tickets of its rows, and the numbers about their tokens, (b, n)."""
+    """The tokens that one step has drawn."""
 
-    tickets: list[Ticket]
-    numbers: np.ndarray
+    tickets: list[Ticket]  # of its rows
     drawn: Drawn | None  # on the device, if some request wants details
+    last: np.ndarray  # whether this is the last token of a row at the latest
+    sent: Tensor  # the numbers about the tokens, which an event says to have come to the host
+    event: torch.cuda.Event | None
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """The numbers about the tokens, (b, n)."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.sent.cpu().numpy()
 
 
 class Engine:
@@ -105,14 +103,14 @@ class Engine:
         # The tokens of prompts that base model and guide together read between two steps of texts; None for no limit.
         self.prompt_budget: int | None = None
         self.decoder = Decoder(lm, guide, captures, compile)
-        self.made_with: Hashable = None  # a description of base model and guide, see `take_engine`
+        self.made_with: Hashable = None  # see `take_engine`
         self.kind = "cuda" if lm.device.type != "cpu" else "cpu"
         self.lag = LAG if lm.device.type == "cuda" else 0
         self.waiting: deque[Ticket] = deque()
         self._joining: _Joining | None = None
         self.running: list[Ticket] = []  # in the order of the decoder's rows; some of them may have ended
         self._left = np.zeros(0, dtype=np.int64)  # tokens still to be drawn in each row; 0 if it has ended
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[StepResult] = deque()
         self._fitting: int | None = None  # rows that fit into memory
         self._calm = 0  # steps since memory was full
         self._stops: set[int] = set()  # tokens that end some text
@@ -124,7 +122,7 @@ class Engine:
 
     def submit(self, request: Request) -> Ticket:
         """Add a request; it joins the running ones at the next step that has room."""
-        ticket = Ticket(self, request)
+        ticket = Ticket(request, self.step, self.finish)
         self.waiting.append(ticket)
         self._stops |= request.stops
         self._watches = self._watches or request.watch is not None
@@ -143,7 +141,6 @@ class Engine:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether some prompts are still to be read."""
         return bool(self.waiting or self._joining)
 
     def rest(self) -> "Engine":
@@ -178,12 +175,11 @@ class Engine:
         # Streams and graphs belong to torch's current device, which need not be that of the base model.
         on_device = torch.cuda.device(self.lm.device) if self.lm.device.type == "cuda" else nullcontext()
         with evaluating(self.lm) if self.lm.training else nullcontext(), on_device:
+            full = False
             try:
                 self._work(results)
             except torch.OutOfMemoryError:
                 full = True  # what the frames of the error hold is given back at the end of this block
-            else:
-                full = False
             if full:
                 self._go_back()
         return results
@@ -204,8 +200,7 @@ class Engine:
     def _arrange(self) -> None:
         """Let rows leave that have ended, and others join."""
         running = int((self._left > 0).sum())
-        if any(ticket.finish_reason is not None for ticket in self.waiting):
-            self.waiting = deque(ticket for ticket in self.waiting if ticket.finish_reason is None)
+        self.waiting = deque(ticket for ticket in self.waiting if ticket.finish_reason is None)
         if self._joining and all(ticket.finish_reason is not None for ticket in self._joining.tickets):
             self._joining = None
         self._calm += 1
@@ -225,24 +220,20 @@ class Engine:
                 self._join(self._joining)
 
     def _leave(self) -> None:
-        """Let rows leave that have ended."""
         alive = np.flatnonzero(self._left).tolist()
         if len(alive) < len(self.running):
             self._keep(alive)
 
     def _keep(self, alive: list[int]) -> None:
         """Move the last rows into the places of those that have ended, so that few rows are copied."""
-        rows, staying = fill_gaps(alive), set(alive)
-        for place, ticket in enumerate(self.running):
-            ticket.place = ticket.place if place in staying else None
+        rows = fill_gaps(alive)
+        for ticket in self.running:
+            ticket.place = None
         self.running, self._left = [self.running[row] for row in rows], self._left[rows]
         for place, ticket in enumerate(self.running):
             ticket.place = place
         self._look_at_running()
-        if rows:
-            self.decoder.keep(rows)
-        else:
-            self.decoder.empty()
+        self.decoder.keep(rows)
 
     def _room(self) -> int:
         """The number of rows that may run together."""
@@ -315,8 +306,9 @@ class Engine:
         if self.lag and numbers.is_cuda:
             numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
-        details = drawn.copy(len(self.running)) if self._tells else None
-        self._in_flight.append(_InFlight(list(self.running), self._left == 0, numbers, event, details))
+        # The next step may write to the same memory.
+        details = drawn.map(lambda values: values[: len(self.running)].clone()) if self._tells else None
+        self._in_flight.append(StepResult(list(self.running), details, self._left == 0, numbers, event))
 
     def _process(self, logits: Tensor) -> Tensor:
         """Let the processors of each request change its logits. Rows of equal length are processed together."""
@@ -339,14 +331,12 @@ class Engine:
         """Take the results of all steps but the last ones; of all, if no more come or somebody must see them now."""
         behind = self.lag if self._left.any() and not (self._processes or self._tells) else 0
         while len(self._in_flight) > behind:
-            results.append(self._take(self._in_flight[0]))
-            self._in_flight.popleft()  # not before: if memory is full, the texts of the step must be found
+            self._take(self._in_flight[0])
+            results.append(self._in_flight.popleft())  # not before: if memory is full, its texts must be found
 
-    def _take(self, step: _InFlight) -> StepResult:
+    def _take(self, step: StepResult) -> None:
         """Give tokens to their tickets, and end those that have a stop token, all their tokens, or no numbers."""
-        if step.event is not None:
-            step.event.synchronize()
-        numbers = step.numbers.cpu().numpy()
+        numbers = step.numbers
         for ticket, row in zip(step.tickets, numbers, strict=True):  # thousands of rows, so this loop does no more
             if ticket.finish_reason is None:
                 ticket.rows.append(row)
@@ -355,7 +345,6 @@ class Engine:
         for place in range(len(ends)) if self._watches else np.flatnonzero(ends):
             if step.tickets[place].finish_reason is None:
                 self._end(step.tickets[place])
-        return StepResult(step.tickets, numbers, step.drawn)
 
     def _end(self, ticket: Ticket) -> None:
         """End a text if its last token is a stop token, has no numbers, or is the last one that was asked for."""
@@ -407,11 +396,8 @@ class Engine:
 # --- engines that are kept beside their base model for the next call, with their slots and captured steps ---
 
 
-class _Kept:
-    """Engines and what they were made with. Copies of the base model, also pickled ones, begin without any."""
-
-    def __init__(self) -> None:
-        self.engines: list[Engine] = []
+class _Kept(list[Engine]):
+    """Engines beside their base model. Copies of the model, also pickled ones, begin without any."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Kept, ()
@@ -426,11 +412,11 @@ def take_engine(lm: Wrappable, guide: Guide | None, batch_size: int | None, comp
     if lm.device.type != "cuda" and not compile:
         return Engine(lm, guide, batch_size)
     kept = vars(lm).setdefault(KEPT, _Kept())
-    made_with = describe(lm), describe(guide)
-    for place, engine in enumerate(kept.engines):
-        same = engine.guide is guide and engine.max_rows == batch_size and engine.compile == compile
-        if same and engine.made_with == made_with:
-            return kept.engines.pop(place)
+    made_with = id(guide), batch_size, compile, describe(lm), describe(guide)
+    for engine in kept:
+        if engine.made_with == made_with:
+            kept.remove(engine)
+            return engine
     engine = Engine(lm, guide, batch_size, compile=compile)
     engine.made_with = made_with
     return engine
@@ -440,10 +426,10 @@ def keep_engine(engine: Engine) -> None:
     """Keep an engine that has ended all texts, if it has captured or compiled anything."""
     if engine.decoder.captures.on or engine.compile:
         kept = vars(engine.lm).setdefault(KEPT, _Kept())
-        kept.engines.append(engine.rest())
+        kept.append(engine.rest())
         device = engine.lm.device
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         most = max(MOST_BYTES, total // MOST_SHARE)
-        while len(kept.engines) > MOST_KEPT or sum(other.nbytes for other in kept.engines) > most:
-            kept.engines.pop(0).decoder.clear()  # the caller may still hold the engine
+        while len(kept) > MOST_KEPT or sum(other.nbytes for other in kept) > most:
+            kept.pop(0).decoder.clear()  # the caller may still hold the engine
             empty_cache()  # torch keeps the memory of graphs that are gone, and uses it for nothing else

@@ -29,7 +29,7 @@ from radq.decoding.config import (
 )
 from radq.decoding.decoder import NUMBERS
 from radq.decoding.engine import Engine, keep_engine, take_engine
-from radq.decoding.processors import Grammar, make_processors
+from radq.decoding.processors import GrammarMask, compile_grammar, make_processors
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
 from radq.decoding.text import UNFINISHED, GrowingText, Prompt, decode_texts, encode_prompts, find_stops
@@ -211,7 +211,7 @@ def _make_generation(ticket: Ticket, prompt: str, text: str, budget: float | Non
     greedy = ticket.request.steering.temperature == 0  # the best token is certain
     return Generation(
         prompt=prompt,
-        text=watch.text.text if isinstance(watch, _StopTexts) and watch.text.stopped else text,  # up to a stop text
+        text=watch.text if isinstance(watch, GrowingText) and watch.stopped else text,  # up to a stop text
         token_ids=ticket.tokens,
         shifts=numbers[:, 1].tolist(),
         finish_reason=ticket.finish_reason or "",
@@ -298,7 +298,7 @@ def _submit(
     check_width(steering.top_k, num_logits(lm))
     changes.check_tokens(num_logits(lm))
     schema = changes.json_schema
-    grammar = None if schema is None else Grammar(tokenizer, num_logits(lm), schema)
+    grammar = None if schema is None else compile_grammar(tokenizer, num_logits(lm), schema)
     uniforms = draw_uniforms(seed, first_prompt, len(encoded), samples, max_new_tokens)  # (p, s, steps)
     engine = Engine(lm, guide, batch_size) if details else take_engine(lm, guide, batch_size, compile)
     tickets: dict[int, Ticket] = {}
@@ -308,25 +308,14 @@ def _submit(
             length = len(encoded[p])
             own = (*make_processors(changes, length, ends), *processors)
             for s in range(samples):
-                watch = _StopTexts(GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens)) if stop else None
-                masks = () if grammar is None else (grammar.mask(length, ends),)
+                watch = GrowingText(tokenizer, encoded[p], stop, changes.min_new_tokens) if stop else None
+                masks = () if grammar is None else (GrammarMask(grammar, length, ends),)
                 numbers, processing = (uniforms[p, s], strengths), (*masks, *own)
                 request = Request(
                     encoded[p], steering, max_new_tokens, *numbers, ends, watch, processing, details=details
                 )
                 tickets[p * samples + s] = engine.submit(request)
     return engine, [tickets[row] for row in range(len(tickets))]
-
-
-@dataclass(frozen=True)
-class _StopTexts:
-    """Adds tokens to a text, and says whether it has reached a stop text."""
-
-    text: GrowingText
-
-    def __call__(self, token: int) -> bool:
-        self.text.add(token)
-        return self.text.stopped
 
 
 def stream_text(

@@ -4,19 +4,24 @@ So rows with different sets of guides share the steps of their base model: a gui
 its shifts are added to these rows alone. Axes: b rows of the decoder, r rows of a guide, k candidates, s strengths.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from radq.guides import Guide, SumGuide
+from radq.guides import Guide
 from radq.guides.base import Advice, BaseStates, Prompts, State, add_advices, leave_out, list_readings
+from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.prefill import InTurns, Turn
-from radq.models.reading import Reading
+from radq.models.reading import Reader, Reading
 from radq.models.slots import SlotReading
-from radq.numerics import Candidates, Strengths, Tokens
+from radq.numerics import Candidates, Strengths, Tokens, enlarge, pad_left
+
+R = TypeVar("R", bound=Sized)
+Started = tuple[list[int], State | None]  # the numbers of the prompts that a guide has read, and its state of them
 
 
 def fill_gaps(staying: Sequence[int]) -> list[int]:
@@ -26,67 +31,94 @@ def fill_gaps(staying: Sequence[int]) -> list[int]:
     return [place if place in known else movers.pop() for place in range(len(staying))]
 
 
-class GuideRows:
+def count_siblings(reader: Reader, widest: int | None) -> int:
+    """The number of candidates that a model reads beside each other; `widest` is None for the whole vocabulary."""
+    return min(SIBLINGS_PER_FORWARD, widest or SIBLINGS_PER_FORWARD) if reader.reads_candidates else 0
+
+
+class TextStates(Generic[R]):
+    """The state of a model or guide after some texts, each of which has a row."""
+
+    def __init__(self, rows: R):
+        self.rows = rows
+        self.state: State | None = None
+
+    @property
+    def readings(self) -> list[Reading]:
+        """The readings of models that run for this state alone."""
+        return [] if self.state is None else list_readings(self.state)
+
+    @property
+    def slots(self) -> list[SlotReading]:
+        return [reading for reading in self.readings if isinstance(reading, SlotReading)]
+
+    def resize(self, rows: int) -> None:
+        for reading in self.slots:
+            reading.resize(rows)
+
+    def add(self, new: State, settle: Callable[[Reading], Reading]) -> None:
+        """Add texts behind the others; `settle` moves first readings into slots."""
+        self.resize(len(self.rows))
+        self.state = new.map_readings(settle) if self.state is None else self.state.join([self.state, new])
+
+    def select(self, order: Sequence[int]) -> None:
+        self.resize(len(self.rows))
+        if self.state is not None:
+            self.state = self.state.select(torch.tensor(order, dtype=torch.long))
+
+
+class GuideRows(TextStates[list[int]]):
     """A guide, its state of the texts that it follows, and their rows in the decoder."""
 
-    def __init__(self, guide: Guide, columns: slice, base: Callable[[tuple[int, ...]], Tensor], num_tokens: int):
-        """The guide has these columns of all strengths; `base` takes outputs of the base model for all rows."""
-        self.guide, self.columns = guide, columns
+    def __init__(self, guide: Guide, base: Callable[[tuple[int, ...]], Tensor], num_tokens: int, device: torch.device):
+        """`base` takes outputs of the base model for all rows."""
+        super().__init__([])
+        self.guide, self.device = guide, device
         self.base = BaseStates(lambda layers: self.take(base(layers)), num_tokens)
         self.reads = any(not reader.base_layers for reader in guide.readers)  # whether it runs transformers of its own
-        self.state: State | None = None
-        self.rows: list[int] = []
         self.every = True  # whether these are all rows of the decoder, in its order
         self.widest: int | None = None  # the candidates that one of its rows asks for; None for the whole vocabulary
         self.computed = 0  # rows, of which a captured step has some that are not in use
-        self._targets = torch.zeros(0, dtype=torch.long)  # the rows in the decoder, counted from 1; 0 for none
+        self._targets = torch.zeros(
+            0, dtype=torch.long, device=device
+        )  # the rows in the decoder, counted from 1; 0 for none
 
     # --- rows ---
 
-    def start(self, input_ids: Int[Tensor, "p t"], attention_mask: Int[Tensor, "p t"], turn: Turn) -> InTurns[State]:
-        return self.guide.start_in_turns(Prompts(input_ids, attention_mask, turn, self.base))
+    def start(self, prompts: Sequence[Sequence[int]], wanted: Iterable[int], turn: Turn) -> InTurns[Started]:
+        if not (numbers := sorted(wanted)):
+            return numbers, None
+        own = pad_left([prompts[number] for number in numbers], device=self.device)
+        return numbers, (yield from self.guide.start_in_turns(Prompts(*own, turn, self.base)))
 
     def join(self, new: State, rows: Iterable[int], settle: Callable[[Reading], Reading]) -> None:
-        """Add texts that stand in these rows of the decoder; `settle` moves first readings into slots."""
-        self.resize(len(self.rows))
-        self.state = new.map_readings(settle) if self.state is None else self.state.join([self.state, new])
+        """Add texts that stand in these rows of the decoder."""
+        self.add(new, settle)
         self.rows += rows
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep what stands in these rows of the decoder, which will be its rows 0, 1, 2, …"""
-        self.resize(len(self.rows))
         places = {row: place for place, row in enumerate(rows)}
         own = list(rows) if self.every else fill_gaps([place for place, row in enumerate(self.rows) if row in places])
-        if self.state is not None and (own or len(self.slots) == len(self.readings)):
-            self.state = self.state.select(torch.tensor(own, dtype=torch.long))  # empty slots and captured steps stay
+        if own or len(self.slots) == len(self.readings):
+            self.select(own)  # empty slots and captured steps stay
         else:
             self.state = None
         self.rows = [places[self.rows[place]] for place in own]
 
-    def place(self, count: int, capacity: int, device: torch.device) -> None:
+    def place(self, count: int, capacity: int) -> None:
         """Note where the texts stand among so many rows of the decoder, which has room for more."""
         self.every = self.rows == list(range(count))
         if len(self._targets) < capacity:
-            self._targets = torch.zeros(capacity, dtype=torch.long, device=device)
+            self._targets = enlarge(self._targets, capacity)
         if not self.every:
             self._targets.zero_()
             self._targets[: len(self.rows)] = torch.tensor(self.rows, dtype=torch.long) + 1
         self.resize(len(self.rows))
 
     def resize(self, rows: int) -> None:
-        """Compute so many rows."""
         self.computed = rows
-        for reading in self.slots:
-            reading.resize(rows)
-
-    @property
-    def readings(self) -> list[Reading]:
-        """The readings of the guide's own transformers."""
-        return [] if self.state is None else list_readings(self.state)
-
-    @property
-    def slots(self) -> list[SlotReading]:
-        return [reading for reading in self.readings if isinstance(reading, SlotReading)]
+        super().resize(rows)
 
     # --- steps ---
 
@@ -106,63 +138,60 @@ class GuideRows:
         wide[:, : values.shape[1]].index_copy_(0, targets, values)
         return wide[1:]
 
-    def advise(self, candidates: Candidates, beta: Strengths, alone: bool) -> Advice:
-        """Give an opinion on the candidates of the guide's own rows, as many as one of them asks for.
+    def advise(self, candidates: Candidates, beta: Strengths) -> Advice:
+        """Give an opinion on the candidates of the guide's own rows, as many as one of them asks for."""
 
-        Where there is no other guide, rows without numbers are not steered anyway, and need not be left out.
-        """
-        own, strengths = self.take(candidates)[:, : self.widest], self.take(beta[:, self.columns])
-        advice = self.guide.advise(self.state, own, strengths)
-        self.state, allowed = advice.state, advice.allowed
+        def take(values: Tensor) -> Tensor:
+            return self.take(values)[:, : self.widest]
 
-        def spread_allowed(logits: Float[Tensor, "b k"]) -> Bool[Tensor, "b k"]:
-            assert allowed is not None
-            return ~self.spread(~allowed(self.take(logits)[:, : self.widest]), candidates)
-
-        return Advice(
-            self.spread(advice.shift if alone else leave_out(advice.shift, strengths), candidates),
-            None,
-            None if advice.clipped is None else self.spread(advice.clipped, candidates),
-            advice.rewards and tuple(self.spread(part.to(candidates.device), candidates) for part in advice.rewards),
-            None if allowed is None else spread_allowed,
-        )
+        advice = self.guide.advise(self.state, take(candidates), self.take(beta))
+        self.state = advice.state
+        return spread_advice(advice, lambda values: self.spread(values.to(candidates.device), candidates), take)
 
     def advance(self, tokens: Tokens) -> None:
         self.state = self.guide.advance(self.state, self.take(tokens))
 
 
-class Guides:
-    """All guides of a decoder, which advise as their sum does."""
+def spread_advice(advice: Advice, spread: Callable[[Tensor], Tensor], take: Callable[[Tensor], Tensor]) -> Advice:
+    """Put an advice on some candidates where a batch has them; `take` takes these out of the batch's numbers."""
+    allowed = advice.allowed
+    return Advice(
+        spread(advice.shift),
+        None,
+        None if advice.clipped is None else spread(advice.clipped),
+        advice.rewards and tuple(map(spread, advice.rewards)),
+        None if allowed is None else lambda logits: ~spread(~allowed(take(logits))),
+    )
 
-    def __init__(self, guide: Guide | None, base: Callable[[tuple[int, ...]], Tensor], num_tokens: int):
-        parts = () if guide is None else guide.guides if isinstance(guide, SumGuide) else (guide,)
-        self.members: list[GuideRows] = []
-        first = 0
-        for part in parts:
-            last = first + len(part.beta)
-            self.members.append(GuideRows(part, slice(first, last), base, num_tokens))
-            first = last
 
-    @property
-    def active(self) -> list[GuideRows]:
-        """The guides that some row asks for; the others cost nothing."""
-        return [member for member in self.members if member.rows]
+def list_columns(guides: Sequence[Guide]) -> list[slice]:
+    ends = accumulate(len(guide.beta) for guide in guides)
+    return [slice(end - len(guide.beta), end) for guide, end in zip(guides, ends, strict=True)]
 
-    @property
-    def kind(self) -> tuple[Hashable, ...]:
-        """The kind of step that the guides need, whatever their strengths are; a captured step holds for one kind."""
-        return tuple((member.every, member.widest) if member.rows else None for member in self.members)
+
+@dataclass(frozen=True)
+class Advisers:
+    """Guides that advise as their sum does, each on its own rows alone."""
+
+    members: Mapping[int, Callable[[Candidates, Strengths], Advice]]  # those that some row asks for, by their numbers
+    columns: Sequence[slice]  # of all guides among the strengths
 
     def advise(self, state: None, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         assert beta is not None
-        advices = {member: member.advise(candidates, beta, len(self.members) == 1) for member in self.active}
+        advices: dict[int, Advice] = {}
+        for number, ask in self.members.items():
+            own = beta[:, self.columns[number]]
+            advice = ask(candidates, own)
+            if len(self.columns) > 1:  # without another guide, rows without numbers are not steered anyway
+                advice = replace(advice, shift=leave_out(advice.shift, own))
+            advices[number] = advice
         total = add_advices(list(advices.values()))
-        if total.rewards is None or len(advices) == len(self.members):
+        if total.rewards is None or len(advices) == len(self.columns):
             return total
         rewards: list[Tensor] = []  # of guides that nobody asks for, too
-        for member in self.members:
-            if member in advices:
-                rewards += advices[member].rewards or ()
+        for number, columns in enumerate(self.columns):
+            if number in advices:
+                rewards += advices[number].rewards or ()
             else:
-                rewards.append(beta.new_zeros(*candidates.shape, len(member.guide.beta)))
+                rewards.append(beta.new_zeros(*candidates.shape, columns.stop - columns.start))
         return replace(total, rewards=tuple(rewards))

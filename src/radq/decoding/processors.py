@@ -3,7 +3,7 @@
     processors = make_processors(LogitChanges(frequency_penalty=0.5), prompt_tokens=9, stops=[50256])
     logits = processors[0](input_ids, logits)      # as the logits processors of transformers
 
-    mask = Grammar(tokenizer, vocab_size, {"type": "object"}).mask(prompt_tokens=9, stops=[50256])
+    mask = GrammarMask(compile_grammar(tokenizer, vocab_size, {"type": "object"}), prompt_tokens=9, stops=[50256])
 
 Equal processors are equal objects, so that the engine changes the rows of several requests together. The mask of a
 grammar is the processor of one text.
@@ -104,25 +104,28 @@ class Matcher(Protocol):
     def is_accepting(self) -> bool: ...
 
 
-class Grammar:
-    """A JSON schema in the tokens of a tokenizer."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, schema: Mapping[str, object]):
-        self._matcher = _compile(_find_vocabulary(tokenizer, vocab_size), _write(schema))
-
-    def mask(self, prompt_tokens: int, stops: Collection[int]) -> "GrammarMask":
-        """Make the processor of one text, which the given tokens end."""
-        if not stops:
-            raise OptionError("a text that is JSON must be able to end.", "allow a token that ends texts.")
-        return GrammarMask(self._matcher, prompt_tokens, sorted(stops))
+def compile_grammar(tokenizer: PreTrainedTokenizerBase, vocab_size: int, schema: Mapping[str, object]) -> Matcher:
+    """Write a JSON schema in the tokens of a tokenizer."""
+    vocabulary, written = _find_vocabulary(tokenizer, vocab_size), _write(schema)
+    kind = require_package("llguidance", "serve").LLMatcher
+    try:
+        grammar = kind.grammar_from_json_schema(written, overrides={"whitespace_pattern": SPACES})
+        matcher = kind(vocabulary, grammar, log_level=0)
+    except ValueError as error:
+        raise _refuse(str(error)) from error
+    if matcher.is_error():
+        raise _refuse(matcher.get_error())
+    return matcher
 
 
 class GrammarMask:
     """Forbids the tokens with which a text would leave its grammar; stop tokens may come where the text is whole."""
 
-    def __init__(self, matcher: Matcher, prompt_tokens: int, stops: list[int]):
-        self._first, self._prompt_tokens, self._stops = matcher, prompt_tokens, stops
-        self._matcher = matcher.deep_copy()
+    def __init__(self, grammar: Matcher, prompt_tokens: int, stops: Collection[int]):
+        if not stops:
+            raise OptionError("a text that is JSON must be able to end.", "allow a token that ends texts.")
+        self._first, self._prompt_tokens, self._stops = grammar, prompt_tokens, sorted(stops)
+        self._matcher = grammar.deep_copy()
         self._read: list[int] = []  # the tokens that the matcher has read
 
     def __call__(self, input_ids: Texts, scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
@@ -131,7 +134,6 @@ class GrammarMask:
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def _find_allowed(self, text: list[int], vocab_size: int) -> np.ndarray:
-        """Find the tokens that may follow a text, which mostly goes on from the last one."""
         if text[: len(self._read)] != self._read:
             self._matcher, self._read = self._first.deep_copy(), []
         self._matcher.consume_tokens(text[len(self._read) :])
@@ -166,18 +168,6 @@ def _write(schema: Mapping[str, object]) -> str:
             f"a JSON schema may have at most {MOST_CHARACTERS} characters, got {len(written)}.", "give a smaller one."
         )
     return written
-
-
-def _compile(vocabulary: object, schema: str) -> Matcher:
-    kind = require_package("llguidance", "serve").LLMatcher
-    try:
-        grammar = kind.grammar_from_json_schema(schema, overrides={"whitespace_pattern": SPACES})
-        matcher = kind(vocabulary, grammar, log_level=0)
-    except ValueError as error:
-        raise _refuse(str(error)) from error
-    if matcher.is_error():
-        raise _refuse(matcher.get_error())
-    return matcher
 
 
 def _refuse(problem: str) -> OptionError:

@@ -12,22 +12,20 @@ tokens of a prompt stand in the place of those that would be drawn.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.decoding.config import Steering
-from radq.decoding.steering import Proposal, RowSettings, propose
+from radq.decoding.decoder import Decoder
+from radq.decoding.request import Request
 from radq.guides import Guide
-from radq.guides.base import BaseStates, Prompts
 from radq.models import kv_cache
-from radq.models.loading import Wrappable, evaluating, num_logits
-from radq.models.prefill import finish
-from radq.models.reading import Reader
-from radq.models.readout import join_layers, pick_layers
-from radq.models.vocabulary import Vocabulary
-from radq.numerics import Tokens, at_least_float32
+from radq.models.loading import Wrappable, evaluating
+from radq.numerics import at_least_float32, pad_right
 
 PART = 128  # tokens of a prompt that the base model reads at once
 FEW = 16  # tokens; a forward of fewer takes as long
@@ -55,11 +53,13 @@ class PromptScores:
         top: int = 0,
     ):
         """Guide, steering, β and stop tokens are those of `guided`, and `top` is the number of `BaseScore.best`."""
-        self.lm, self.guide, self.prompts, self.top = lm, guide, prompts, top
+        self.lm, self.prompts, self.top = lm, prompts, top
         self.steering, self.beta, self.stops = steering, beta, stops
         self.base: list[list[BaseScore | None]] = [[None] for _ in prompts]
         self.guided: list[list[float | None]] = []
-        self._work = self._read()
+        # The numbers of tokens of all forwards, each of which is done when it is asked for.
+        guided = () if guide is None else self._read_guided(guide)
+        self._work = chain(*map(self._read_by_base, range(len(prompts))), guided)
 
     @torch.no_grad()
     def go_on(self, tokens: int) -> bool:
@@ -71,13 +71,6 @@ class PromptScores:
                     return True
                 tokens -= read
         return False
-
-    def _read(self) -> Iterator[int]:
-        """Read the prompts, and yield the number of tokens of each forward."""
-        for number in range(len(self.prompts)):
-            yield from self._read_by_base(number)
-        if self.guide is not None:
-            yield from self._read_guided(self.guide)
 
     def _read_by_base(self, number: int) -> Iterator[int]:
         """Read a prompt in parts, since the logits of all its tokens would fill memory."""
@@ -92,29 +85,26 @@ class PromptScores:
 
     def _read_guided(self, guide: Guide) -> Iterator[int]:
         """Decode all prompts together from their first tokens, and take their own tokens in place of those drawn."""
-        longest, device = max(map(len, self.prompts)), self.lm.device
-        texts = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in self.prompts], device=device)
-        first, ones, size = texts[:, :1], torch.ones_like(texts[:, :1]), num_logits(self.lm)
-        known = join_layers([reader.base_layers for reader in guide.readers])
-        base = Reader(self.lm, "logits", "base model", Vocabulary(size), layers=known).read(first, ones)
-
-        def take_states(layers: tuple[int, ...]) -> Float[Tensor, "b n"]:
-            assert base.notes is not None
-            return pick_layers(base.notes, known, layers)
-
-        state = finish(guide.start_in_turns(Prompts(first, ones, base=BaseStates(take_states, size))))
-        n = len(self.prompts)
-        strengths = RowSettings.stack([self.steering] * n, [self.beta] * n, size, device, stops=[self.stops] * n)
-        self.guided = [[None] for _ in range(n)]
+        n, longest = len(self.prompts), max(map(len, self.prompts))
+        texts, _ = pad_right(self.prompts, device=self.lm.device)
+        unused, first = np.zeros((n, longest)), [prompt[:1] for prompt in self.prompts]
+        requests = [
+            Request(prompt, self.steering, longest, unused[0], tuple(self.beta), frozenset(self.stops))
+            for prompt in first
+        ]
+        decoder = Decoder(self.lm, guide, captures=False)
+        decoder.add(first, range(n), requests, unused, capacity=n, width=longest)
+        self.guided = [[None] for _ in first]
         for place in range(1, longest):
-            proposal = propose(base.last, guide, state, strengths)
-            for row, found in enumerate(_find(proposal, texts[:, place]).tolist()):
+            proposal = decoder.draw(np.ones(n, dtype=bool)).proposal
+            others = proposal.candidates != texts[:, place, None]
+            found = proposal.log_probabilities.masked_fill(others, -torch.inf).amax(-1)  # −∞ for one that is none
+            for row, number in enumerate(found.tolist()):
                 if place < len(self.prompts[row]):
-                    self.guided[row].append(found)
-            yield max(len(texts), FEW)
+                    self.guided[row].append(number)
+            yield max(n, FEW)
             if place + 1 < longest:
-                base = base.read(texts[:, place])
-                state = guide.advance(proposal.state, texts[:, place])
+                decoder.read(texts[:, place])
 
 
 def _score(logits: Float[Tensor, "t v"], following: Int[Tensor, " t"], top: int) -> list[BaseScore | None]:
@@ -122,9 +112,3 @@ def _score(logits: Float[Tensor, "t v"], following: Int[Tensor, " t"], top: int)
     values, tokens = log_p.topk(top)
     columns = log_p.gather(1, following[:, None])[:, 0].tolist(), tokens.tolist(), values.tolist()
     return [BaseScore(one, list(zip(*best, strict=True))) for one, *best in zip(*columns, strict=True)]
-
-
-def _find(proposal: Proposal, tokens: Tokens) -> Float[Tensor, " b"]:
-    """Find the log-probability of a token of each row among the candidates; −∞ for one that is none."""
-    same = proposal.candidates == tokens[:, None]
-    return proposal.log_probabilities.masked_fill(~same, -torch.inf).amax(-1)

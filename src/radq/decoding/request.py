@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -53,21 +53,13 @@ class Token:
     guided_log_probability: float  # under the distribution it was drawn from, over the candidates
 
 
-@runtime_checkable
-class Continues(Protocol):
-    """An engine, as its tickets see it."""
-
-    def step(self) -> object: ...
-
-    def finish(self, ticket: "Ticket", reason: FinishReason) -> None: ...
-
-
 @dataclass(eq=False)
 class Ticket:
     """A request in an engine, and what has come of it so far. Iterating over it yields its tokens."""
 
-    engine: Continues
     request: Request
+    step: Callable[[], object]  # of its engine
+    finish: Callable[["Ticket", FinishReason], None]
     rows: list[np.ndarray] = field(default_factory=list)  # of numbers, as in `Drawn`
     finish_reason: FinishReason | None = None
     place: int | None = None  # its row, while it runs
@@ -85,7 +77,7 @@ class Ticket:
                 if self.finish_reason == "error":
                     raise self.failure
                 return
-            self.engine.step()
+            self.step()
 
     @property
     def tokens(self) -> list[int]:
@@ -115,4 +107,4 @@ class Ticket:
 
     def cancel(self) -> None:
         """Stop this text; its row is free for others from the next step on."""
-        self.engine.finish(self, "cancelled")
+        self.finish(self, "cancelled")

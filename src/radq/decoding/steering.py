@@ -200,7 +200,6 @@ def _all_tokens(logits: Float[Tensor, "b v"]) -> Int[Tensor, "b v"]:
 
 
 def check_width(top_k: int | None, vocab_size: int) -> None:
-    """Raise if top_k is larger than the vocabulary."""
     if top_k is not None and top_k > vocab_size:
         raise OptionError(
             f"top_k must be at most {vocab_size}, the number of tokens, got {top_k}.", "give a smaller top_k."
@@ -226,8 +225,10 @@ def propose(
         budget = settings.kl_budget
         if stops is not None:  # KL(guided ‖ base) is the base model's probability of a word times that of the words
             budget = budget / (words.double().logsumexp(-1) - base.double().logsumexp(-1)).exp()
-        barrier, scale = fit_budget(words, shift, barrier, budget)
-        shift = shift * scale[:, None]
+        if barrier is not None:  # rows where it alone exceeds the budget have none
+            affordable = kl_divergence(words + barrier, words) <= budget
+            barrier = torch.where(affordable[:, None], barrier, 0.0)
+        shift = shift * kl_scale(words, shift, budget, barrier)[:, None]
     shift = shift if barrier is None else shift + barrier
     shift = shift if stops is None else hold_ends(words, shift, stops)
     clipped = _share(advice.clipped, base, settings.plan)
@@ -279,20 +280,6 @@ def _barrier(base: Float[Tensor, "b k"], allowed: Bool[Tensor, "b k"]) -> Float[
     allowed = allowed.to(base.device)
     some_left = (allowed & ~base.isneginf()).any(-1, keepdim=True)
     return torch.zeros_like(base).masked_fill(~allowed & some_left, -torch.inf)
-
-
-def fit_budget(
-    base: Float[Tensor, "b k"],
-    shift: Float[Tensor, "b k"],
-    barrier: Float[Tensor, "b k"] | None,
-    budget: Float[Tensor, " b"],
-) -> tuple[Float[Tensor, "b k"] | None, Float[Tensor, " b"]]:
-    """Remove the barrier from rows where it alone exceeds the budget; also return the scale of each row's shift."""
-    if barrier is None:
-        return None, kl_scale(base, shift, budget)
-    affordable = kl_divergence(base + barrier, base) <= budget
-    barrier = torch.where(affordable[:, None], barrier, 0.0)
-    return barrier, kl_scale(base, shift, budget, barrier)
 
 
 def kl_scale(
@@ -362,7 +349,6 @@ def sample(probabilities: Float[Tensor, "b k"], uniforms: Float[Tensor, " b"]) -
 
 
 def not_finite() -> RewardValueError:
-    """Make the error for texts that a guide cannot score."""
     return RewardValueError(
         "a guide's shift must be finite, and it is not.",
         "the reward model may have diverged in training, or overflows in float16: try another checkpoint or dtype.",

@@ -115,10 +115,8 @@ def _read_chat(
         raise OptionError(
             f"prompt {number} is a chat, and the tokenizer has no chat template.", "give a text, or another base model."
         )
-    contents = (message.get("content") for message in messages)
-    check_size(
-        tokenizer, "".join(text for text in contents if isinstance(text, str)), most
-    )  # before templates write it
+    texts = [text for message in messages if isinstance(text := message.get("content"), str)]
+    check_size(tokenizer, "".join(texts), most)  # before templates write it
     names = [] if control_tokens else find_control_tokens(tokenizer, messages)
     marks = {f"\ue000{secrets.token_hex(8)}\ue001": name for name in names}
     try:
@@ -126,10 +124,8 @@ def _read_chat(
     except Exception as error:  # templates raise errors of their own about roles and their order
         raise OptionError(f"the chat template refuses prompt {number}: {error}.", "check its messages.") from error
     check_size(tokenizer, text, most)
-    if not marks:
-        return tokenizer(text, add_special_tokens=False).input_ids
     tokens: list[int] = []
-    for part in filter(None, re.split(f"({'|'.join(marks)})", text)):
+    for part in filter(None, re.split(f"({'|'.join(marks)})", text) if marks else [text]):
         name = marks.get(part)  # of a control token, which is read as its characters
         tokens += tokenise_plainly(tokenizer, name) if name else tokenizer(part, add_special_tokens=False).input_ids
     return tokens
@@ -199,13 +195,17 @@ class GrowingText:
         """The text is cut off before the first stop text that is complete with `min_new_tokens` tokens or later."""
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
         self._free = min_new_tokens  # tokens until stop texts end the text
-        self._searched = 0  # characters in which stop texts have been looked for
         self.text = ""  # up to a stop string, which is not part of it
         self.stopped = False
         # Decoded together with some tokens before, since some tokenizers drop a space at the beginning of a text.
         self._window = list(prompt[-8:])
         self._before = self._decode(self._window)
         self._given = 0
+
+    def __call__(self, token: int) -> bool:
+        """Add a token; return whether the text has reached a stop text."""
+        self.add(token)
+        return self.stopped
 
     def add(self, token: int) -> str:
         """Add a token; return the piece of text that has become final."""
@@ -216,15 +216,14 @@ class GrowingText:
         whole = self._decode(self._window)
         if whole.endswith(UNFINISHED):
             return ""
+        length = len(self.text)  # so far, in which stop texts have been looked for
         self.text += self._continue(whole)
         self._window = self._window[-8:]
         self._before = self._decode(self._window)
-        begins = (max(0, self._searched - len(stop) + 1) for stop in self.stops)
-        found = [self.text.find(stop, begin) for stop, begin in zip(self.stops, begins, strict=True)]
+        found = [self.text.find(stop, max(0, length - len(stop) + 1)) for stop in self.stops]
         places = [place for place in found if place >= 0]
         if places and self._free <= 0:
             self.stopped, self.text = True, self.text[: min(places)]
-        self._searched = len(self.text)
         return self._give(len(self.text) if self.stopped else len(self.text) - self._held_back())
 
     def end(self) -> str:

@@ -7,7 +7,7 @@ take the same way, and a readout takes what it reads from there, row by row.
 Axes: r rows of logits, k candidates, s strengths, d hidden size of the base model, w width of all states of a row.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,7 +154,6 @@ def _replace_forward(kind: Any, forward: Callable[..., Any]) -> None:
 
 
 def take_states() -> Float[Tensor, "r w"]:
-    """The states of the latest logits, one row for each."""
     if "states" not in _KEPT:
         raise DataError("vLLM has shown no hidden states.", "use a reward model with a transformer of its own.")
     return _KEPT["states"]
@@ -185,9 +184,8 @@ class ShownFollower(Follower):
             self.layout += 1
         return {}
 
-    def retain(self, texts: Iterable[GuidedRequest]) -> None:
-        staying = set(texts)
-        self.follow({text: row for text, row in self.rows.items() if text in staying}, None, 1)
+    def retain(self, texts: Collection[GuidedRequest]) -> None:
+        self.follow({text: row for text, row in self.rows.items() if text in texts}, None, 1)
 
     def advise(
         self, rows: Int[Tensor, " b"] | None, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"]

@@ -8,20 +8,22 @@ Axes: b requests, k candidates, v vocabulary, s strengths.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from radq.decoding.guide_rows import Advisers, list_columns, spread_advice
 from radq.decoding.steering import Proposal, RowSettings, propose
-from radq.guides import Guide
 from radq.guides.base import Advice
 from radq.hosts.base_states import ShownFollower, reads_shown
 from radq.hosts.details import RecordedRow, Records
-from radq.hosts.follower import Follower, GuidedRequest
+from radq.hosts.follower import Follower, GuidedRequest, place_rows
+from radq.numerics import Candidates, Strengths
 from radq.registry.details import StepNumbers
 from radq.registry.loaded_guides import LoadedGuides, Selection
 
@@ -57,32 +59,7 @@ class Figures:
             self._tickets.popitem(last=False)
 
     def take(self, ticket: str) -> Sums | None:
-        """The sums of a request, which are then forgotten."""
         return self._tickets.pop(ticket, None)
-
-
-def update_slots(
-    requests: dict[int, Any],
-    removed: Iterable[int],
-    added: Iterable[tuple[int, Any]],
-    moved: Iterable[tuple[int, int, bool]],
-) -> None:
-    """Remove, add and move the requests in the slots of an engine's batch, in this order, as vLLM prescribes.
-
-    An added request is None if it is not guided. A move has a source, a target, and whether it swaps the two.
-    """
-    for slot in removed:
-        requests.pop(slot, None)
-    for slot, request in added:
-        requests.pop(slot, None)
-        if request is not None:
-            requests[slot] = request
-    for source, target, swaps in moved:
-        moving, replaced = requests.pop(source, None), requests.pop(target, None)
-        if moving is not None:
-            requests[target] = moving
-        if swaps and replaced is not None:
-            requests[source] = replaced
 
 
 @dataclass(frozen=True)
@@ -92,47 +69,18 @@ class _Group:
     requests: list[GuidedRequest]
     places: Int[Tensor, " b"]  # their rows of the logits
     settings: RowSettings
-    temperature: Float[Tensor, "b 1"]  # 1 where the best token is taken
     ends: Int[Tensor, "b 1"]
-    members: "list[_Member]"
+    guides: Advisers | None  # None if no request has one
     sums: Float[Tensor, "b n"]  # figures of the steps that were not counted yet
     told: dict[int, Mapping[str, int]]  # rows with details: the places of their guides among the strengths
 
-    def advise(self, state: Any, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        """Add up the shifts of all guides, each of which advises on its own rows alone."""
-        assert beta is not None
-        shift = torch.zeros(candidates.shape, device=candidates.device)
-        clipped = torch.zeros_like(shift, dtype=torch.bool)
-        filters = []
-        rewards = shift.new_zeros(*shift.shape, beta.shape[1]) if self.told else None
-        for member in self.members:
-            own = beta[member.rows][:, member.columns]
-            advice = member.follower.advise(member.texts, candidates[member.rows], own)
-            shift.index_add_(0, member.rows, advice.shift.to(shift))
-            if advice.clipped is not None:
-                clipped[member.rows] |= advice.clipped
-            if advice.allowed is not None:
-                filters.append((member.rows, advice.allowed))
-            if rewards is not None and advice.rewards is not None:
-                rewards[member.rows, :, member.columns] = torch.cat(advice.rewards, dim=2).to(rewards)
 
-        def allowed(logits: Float[Tensor, "b k"]) -> Tensor:
-            kept = torch.ones_like(clipped)
-            for rows, allow in filters:
-                kept[rows] &= allow(logits[rows]).to(kept.device)
-            return kept
-
-        return Advice(shift, None, clipped, None if rewards is None else (rewards,), allowed if filters else None)
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A guide of a group."""
-
-    follower: Follower
-    rows: Int[Tensor, " r"]  # of the group
-    texts: Int[Tensor, " r"]  # their rows in the follower
-    columns: slice  # of all strengths
+def _advise(
+    follower: Follower, rows: Int[Tensor, " r"], texts: Int[Tensor, " r"], candidates: Candidates, beta: Strengths
+) -> Advice:
+    """Ask a guide about its own rows of a group, which are the given ones of the follower."""
+    advice = follower.advise(texts, candidates[rows], beta[rows])
+    return spread_advice(advice, partial(place_rows, rows=rows, count=len(beta)), lambda logits: logits[rows])
 
 
 class Steerer:
@@ -145,30 +93,26 @@ class Steerer:
         length: int,
         device: torch.device | str = "cpu",
         shown: tuple[int, ...] = (),
+        make: Callable[..., Follower] = Follower,
     ):
         """The engine runs at most `capacity` requests of `length` tokens at once, and shows some layers' states."""
         self.loaded, self.device, self.capacity = loaded, torch.device(device), capacity
         self.followers = [
             ShownFollower(guide, capacity, length, self.device, shown)
             if reads_shown(guide, shown)
-            else self._make_follower(guide, length)
+            else make(guide, capacity, length, self.device)
             for guide in loaded.guides
         ]
-        sizes = [len(guide.beta) for guide in loaded.guides]
-        self.columns = [slice(sum(sizes[:number]), sum(sizes[: number + 1])) for number in range(len(sizes))]
+        self.columns = list_columns(loaded.guides)
         self._figures, self.records = Figures(), Records()
         self._plan: tuple[Any, list[_Group]] = (None, [])
         self._steps = 0  # since the figures were counted
-
-    def _make_follower(self, guide: Guide, length: int) -> Follower:
-        return Follower(guide, self.capacity, length, self.device)
 
     @property
     def nbytes(self) -> int:
         return sum(follower.nbytes for follower in self.followers)
 
     def plan_bytes(self) -> int:
-        """Compute the largest number of bytes that the guides' states take up."""
         return sum(follower.plan_bytes() for follower in self.followers)
 
     @property
@@ -196,9 +140,7 @@ class Steerer:
         self._plan = (None, [])
 
     @torch.inference_mode()
-    def steer(
-        self, logits: Float[Tensor, "b v"], requests: Mapping[int, GuidedRequest], last: Int[Tensor, " b"] | None = None
-    ) -> None:
+    def steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, GuidedRequest], tokens: Any = None) -> None:
         """Overwrite the rows of these requests with guided logits; other rows stay as they are.
 
         The logits are multiplied by the temperature, by which the engine divides them later. Errors are logged and not
@@ -206,23 +148,24 @@ class Steerer:
 
         Args:
             requests: the guided requests by their rows.
-            last: the last token of the text of each row, where only the device knows it.
+            tokens: the last token of the text of each row, where only the device knows it; see `DraftSteerer`, too.
         """
         try:
-            self._steer(logits, requests, last)
+            self._steer(logits, requests, tokens)
         except Exception as error:
             for follower in self.followers:
                 follower.clear()
             self._end(dict.fromkeys(requests.values(), error))
         for row, request in requests.items():
             if request.ended:
-                logits[row] = -torch.inf
-                logits[row, request.end] = 0.0
+                self._write_end(logits, row, request.end, tokens)
 
-    def _steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, GuidedRequest], last: Tensor | None) -> None:
-        self._follow({request: row for row, request in requests.items() if not request.ended}, last)
-        running = {row: request for row, request in requests.items() if not request.ended}
-        groups = self._make_groups(running, logits.shape[1])
+    def _write_end(self, logits: Float[Tensor, "b v"], row: int, end: int, tokens: Any) -> None:
+        logits[row] = -torch.inf
+        logits[row, end] = 0.0
+
+    def _steer(self, logits: Float[Tensor, "b v"], requests: Mapping[int, GuidedRequest], tokens: Any) -> None:
+        groups = self._make_groups(self._follow(requests, tokens), logits.shape[1])
         self._steps += 1
         if self._steps >= FIGURE_STEPS:
             _ = self.figures
@@ -239,10 +182,16 @@ class Steerer:
                 self._figures.count([request.ticket], torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
                 LOGGER.error("radq ends a request that it cannot guide: %r", error, exc_info=error)
 
-    def _follow(self, requests: Mapping[GuidedRequest, int], last: Int[Tensor, " b"] | None) -> None:
-        """Bring all guides up to date. A guide that fails reads all its texts again, once."""
+    def _follow(
+        self, requests: Mapping[int, GuidedRequest], last: Int[Tensor, " b"] | None
+    ) -> dict[int, GuidedRequest]:
+        """Bring all guides up to date, and return the requests that go on.
+
+        A guide that fails reads all its texts again, once.
+        """
         for number, follower in enumerate(self.followers):
-            own = {request: row for request, row in requests.items() if number in self._select(request).guides}
+            running = {request: row for row, request in requests.items() if not request.ended}
+            own = {request: row for request, row in running.items() if number in self._select(request).guides}
             widest = max((request.width for request in own), default=1)
             try:
                 failures = follower.follow(own, last, widest)
@@ -255,6 +204,7 @@ class Steerer:
                     follower.clear()
                     failures = dict.fromkeys(own, again)
             self._end(failures)
+        return {row: request for row, request in requests.items() if not request.ended}
 
     def _select(self, request: GuidedRequest) -> Selection:
         """Find the guides that a request uses, and its strengths among those of all guides."""
@@ -271,30 +221,22 @@ class Steerer:
             self._forget_plan()
             kinds: dict[int, dict[int, GuidedRequest]] = {}
             for row, request in requests.items():
-                kinds.setdefault(self._kind(request), {})[row] = request
+                # A guide that reads candidates reads those of all its texts at once, so these texts are of one kind.
+                reads = any(self.followers[number].reads_candidates for number in self._select(request).guides)
+                kind = -1 if reads else sum(request.width > limit for limit in (NARROW, WIDE))
+                kinds.setdefault(kind, {})[row] = request
             self._plan = (key, [self._make_group(rows, vocab_size) for rows in kinds.values()])
         return self._plan[1]
-
-    def _kind(self, request: GuidedRequest) -> int:
-        """Number the kind of a request; requests of one kind are one group.
-
-        A guide that reads candidates reads those of all its texts at once, so these texts are of one kind.
-        """
-        if any(self.followers[number].reads_candidates for number in self._select(request).guides):
-            return -1
-        return sum(request.width > limit for limit in (NARROW, WIDE))
 
     def _make_group(self, rows: Mapping[int, GuidedRequest], vocab_size: int) -> _Group:
         requests = list(rows.values())
         selections = [self._select(request) for request in requests]
-        settings = self._stack(requests, vocab_size)
-        temperature = torch.where(settings.temperature == 0, 1.0, settings.temperature)[:, None].float()
-        members: list[_Member] = []
+        members = {}
         for number, follower in enumerate(self.followers):
             own = [row for row, selection in enumerate(selections) if number in selection.guides]
             if own:
-                texts = [follower.rows[requests[row]] for row in own]
-                members.append(_Member(follower, self._index(own), self._index(texts), self.columns[number]))
+                texts = self._index([follower.rows[requests[row]] for row in own])
+                members[number] = partial(_advise, follower, self._index(own), texts)
         ends = self._index([request.end for request in requests])[:, None]
         sums = torch.zeros(len(requests), len(FIGURE_NAMES), dtype=torch.float64, device=self.device)
         told = {
@@ -302,10 +244,11 @@ class Steerer:
             for row, (request, selection) in enumerate(zip(requests, selections, strict=True))
             if request.guidance.details and request.ticket is not None
         }
-        return _Group(requests, self._index(list(rows)), settings, temperature, ends, members, sums, told)
+        guides = Advisers(members, self.columns) if members else None
+        places, settings = self._index(list(rows)), self._stack(requests, vocab_size)
+        return _Group(requests, places, settings, ends, guides, sums, told)
 
     def _stack(self, requests: Iterable[GuidedRequest], vocab_size: int) -> RowSettings:
-        """Make the settings of requests, with their strengths of all guides."""
         steerings, betas, stops = [], [], []
         for request in requests:
             steering = request.guidance.steering
@@ -319,24 +262,21 @@ class Steerer:
 
     def _steer_group(self, logits: Float[Tensor, "b v"], group: _Group) -> None:
         base = logits[group.places]
-        proposal = propose(base.float(), group, None, group.settings)
-        logits[group.places] = self._write(base, proposal, group.temperature, group.ends)
+        proposal = propose(base.float(), group.guides, None, group.settings)
+        logits[group.places] = self._write(base, proposal, group.settings, group.ends)
         fine = proposal.finite.double()
         group.sums.add_(torch.stack([fine, proposal.kl * fine, proposal.clipped * fine, 1 - fine], dim=1))
         if group.told:
             self._record(group, base, proposal)
 
     def _write(
-        self,
-        base: Float[Tensor, "b v"],
-        proposal: Proposal,
-        temperature: Float[Tensor, "b 1"],
-        ends: Int[Tensor, "b 1"],
+        self, base: Float[Tensor, "b v"], proposal: Proposal, settings: RowSettings, ends: Int[Tensor, "b 1"]
     ) -> Float[Tensor, "b v"]:
         """Write the guided logits of all tokens, multiplied by the temperature.
 
         A row for which a guide gave no finite numbers may only draw the token that ends it.
         """
+        temperature = torch.where(settings.temperature == 0, 1.0, settings.temperature)[:, None].float()
         fine = proposal.finite[:, None]
         scaled = torch.where(fine, proposal.logits * temperature, -torch.inf)
         guided = torch.full_like(base, -torch.inf).scatter_(1, proposal.candidates, scaled.to(base.dtype))

@@ -49,14 +49,14 @@ class RecordedRow:
 
     def draw(self, token: int, piece: str) -> DrawnToken | None:
         """Return the numbers about a token that was drawn; None if it was not drawn from these candidates."""
-        index = self.candidates.find(token)
+        told = self.settle(token)
+        candidates, index = told.candidates, told.candidates.find(token)
         if index is None or self.token not in (None, token):
             return None
         with np.errstate(divide="ignore"):
-            logprob = float(np.log(self.candidates.guided[index]))
-        shift, base = float(self.candidates.shift[index]), float(self.base_logprobs[index])
-        rewards, told = self.candidates.rewards_of(index), self.candidates.take(self.candidates.select(index))
-        return DrawnToken(token, piece, shift, self.kl, base, logprob, rewards, told)
+            logprob = float(np.log(candidates.guided[index]))
+        shift, base = float(candidates.shift[index]), float(told.base_logprobs[index])
+        return DrawnToken(token, piece, shift, self.kl, base, logprob, candidates.rewards_of(index), candidates)
 
     def pack(self) -> PackedRow:
         rewards = {name: values.tolist() for name, values in self.candidates.rewards.items()}
@@ -92,7 +92,6 @@ class Records:
             self.count -= len(forgotten)
 
     def take(self, ticket: str) -> list[PackedRow]:
-        """Return the rows of a request, and forget them."""
         rows = self._tickets.pop(ticket, {})
         self.count -= len(rows)
         return [{**row.pack(), "choice": choice, "position": position} for (choice, position), row in rows.items()]
@@ -177,7 +176,13 @@ class AnswerDetails:
         # Else it ends by its length or by a text.
         ends_by_token = choice.get("finish_reason") == "stop" and not isinstance(choice.get("stop_reason"), str)
         told = text.add(tokens, rows, written, ends_by_token)
-        _put(choice, [None if token is None else token.describe(self.texts.show) for token in told])
+        details = [None if token is None else token.describe(self.texts.show) for token in told]
+        logprobs = choice.get("logprobs") or {}
+        if "content" in logprobs:  # of a chat, entry by entry
+            for entry, detail in zip(logprobs["content"] or [], details, strict=False):
+                entry["radq"] = detail
+        elif logprobs:
+            logprobs["radq"] = details
         if choice.get("finish_reason") is not None:
             summary = summarise(text.drawn, list(self.guidance.strengths))
             choice["radq"] = summary | describe_guidance(self.guidance) | ({"error": LOST} if text.lost else {})
@@ -225,15 +230,3 @@ class _Choice:
             self._written = upto
         self._written = end
         return pieces
-
-
-def _put(choice: dict[str, Any], details: list[dict[str, Any] | None]) -> None:
-    """Put details beside log-probabilities: as a list in completions, entry by entry in chats."""
-    logprobs = choice.get("logprobs")
-    if not logprobs:
-        return
-    if "content" not in logprobs:
-        logprobs["radq"] = details
-        return
-    for entry, detail in zip(logprobs["content"] or [], details, strict=False):
-        entry["radq"] = detail

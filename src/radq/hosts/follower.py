@@ -8,8 +8,9 @@ Axes: b texts, k candidates, s strengths.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from radq.decoding.capture import find_hindrance
-from radq.decoding.guide_rows import fill_gaps
+from radq.decoding.guide_rows import TextStates, count_siblings, fill_gaps, spread_advice
 from radq.errors import DataError
 from radq.guides import Guide
 from radq.guides.base import Advice, list_readings
 from radq.models.cuda_graph import StepGraphs
-from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader, ValueReading
-from radq.models.slots import SlotReading, plan_bytes, settle
+from radq.models.slots import plan_bytes, settle
 from radq.registry.loaded_guides import Selection
 from radq.registry.strengths import Guidance
 
@@ -59,22 +59,21 @@ class GuidedRequest(ABC):
     def length(self) -> int:
         """The number of tokens of the text."""
 
-    @property
-    @abstractmethod
-    def last(self) -> int:
-        """The last token of the text."""
-
     @abstractmethod
     def tokens(self) -> Int[Tensor, " t"]:
         """Return all tokens of the text."""
 
-    @abstractmethod
+    @property
+    def last(self) -> int:
+        return int(self.tokens()[-1])
+
     def mark(self) -> Any:
         """Return a value by which `growth` recognises the text later."""
+        return self.length
 
-    @abstractmethod
     def growth(self, mark: Any) -> int | None:
         """Return the number of tokens by which the text has grown since it was marked; None if it is another text."""
+        return self.length - mark
 
 
 @dataclass(eq=False)
@@ -114,18 +113,8 @@ class DeviceRequest(GuidedRequest):
     def length(self) -> int:
         return self.size
 
-    @property
-    def last(self) -> int:
-        return int(self.source.gpu[self.slot, self.size - 1])
-
     def tokens(self) -> Int[Tensor, " t"]:
-        return self.source.gpu[self.slot, : self.size].long()
-
-    def mark(self) -> int:
-        return self.size
-
-    def growth(self, mark: int) -> int | None:
-        return self.size - mark
+        return self.source.gpu[self.slot, : self.length].long()
 
 
 @dataclass
@@ -138,17 +127,16 @@ class _Followed:
     missed: int = 0  # steps in a row
 
 
-class Follower:
+class Follower(TextStates[dict[GuidedRequest, int]]):
     """One guide, and its state of the texts that it follows."""
 
     def __init__(self, guide: Guide, capacity: int, length: int, device: torch.device):
         """The engine runs at most `capacity` texts of `length` tokens at once."""
+        super().__init__({})  # the rows of texts, in which they stand in the same order
         self.guide, self.capacity, self.length, self.device = guide, capacity, length, device
         self.reads_candidates = any(reader.reads_candidates for reader in guide.readers)
         self.layout = 0  # changes whenever texts change their rows
-        self.rows: dict[GuidedRequest, int] = {}  # of the state, in which texts stand in the same order
         self._followed: list[_Followed] = []
-        self._state: Any = None
         models = [reader.model for reader in guide.readers]
         captures = device.type == "cuda" and not self.reads_candidates and find_hindrance(models, guide) is None
         self.graphs = StepGraphs(captures)
@@ -160,7 +148,7 @@ class Follower:
     @property
     def nbytes(self) -> int:
         """The memory of the store, as far as it may be written."""
-        return sum(slots.nbytes for slots in self._slots())
+        return sum(slots.nbytes for slots in self.slots)
 
     def plan_bytes(self) -> int:
         """The memory of a store for as many texts as the engine may run."""
@@ -170,25 +158,17 @@ class Follower:
 
     def _shape(self, reader: Reader) -> tuple[int, int, int]:
         """The numbers of texts, of their columns, and of candidates that are read beside each other."""
-        siblings = SIBLINGS_PER_FORWARD if reader.reads_candidates else 0
-        return self.capacity, self.length + reader.overhead + 1, siblings
-
-    def _slots(self, rows: int | None = None) -> list[SlotReading]:
-        """List the slots of all models, which then compute so many rows."""
-        readings = [] if self._state is None else list_readings(self._state)
-        slots = [reading for reading in readings if isinstance(reading, SlotReading)]
-        return slots if rows is None else [reading.resize(rows) for reading in slots]
+        return self.capacity, self.length + reader.overhead + 1, count_siblings(reader, None)
 
     # --- texts ---
 
-    def retain(self, texts: Iterable[GuidedRequest]) -> None:
+    def retain(self, texts: Collection[GuidedRequest]) -> None:
         """Forget all other texts, and give the memory back if none are left."""
-        staying = set(texts)
-        self._keep([row for text, row in self.rows.items() if text in staying])
+        self._keep([row for text, row in self.rows.items() if text in texts])
 
     def clear(self) -> None:
         """Forget all texts and give their memory back."""
-        self._state = None
+        self.state = None
         self.graphs.clear()
         self._place([])
 
@@ -205,8 +185,7 @@ class Follower:
             self.clear()
             return
         order = fill_gaps(rows)
-        self._slots(len(self.rows))
-        self._state = self._state.select(torch.tensor(order, dtype=torch.long))
+        self.select(order)
         self._place([self._followed[row] for row in order])
 
     @torch.no_grad()
@@ -264,10 +243,10 @@ class Follower:
 
     def _advance(self, rows: list[int], tokens: Int[Tensor, " b"]) -> None:
         """Read one token in these rows."""
-        state = self._state
+        state: Any = self.state
         if self.reads_candidates and not self._are_candidates(tokens):
             state = state.map_readings(lambda reading: reading.drop_siblings())
-        self._state = self._read_next(state, tokens) if self.graphs.on else self.guide.advance(state, tokens)
+        self.state = self._read_next(state, tokens) if self.graphs.on else self.guide.advance(state, tokens)
         for followed in (self._followed[row] for row in rows):
             followed.mark, followed.length = followed.text.mark(), followed.length + 1
 
@@ -276,20 +255,20 @@ class Follower:
         count = self._widen()
         self._next[: len(tokens)] = tokens
         self._next[len(tokens) : count] = RESTING
-        shape = (count, *((slots.window, slots.epoch) for slots in self._slots()))
+        shape = (count, *((slots.window, slots.epoch) for slots in self.slots))
         return self.graphs.run(shape, lambda: self.guide.advance(state, self._next[:count]))
 
     def _widen(self) -> int:
         """Compute some free slots along, so that there are few different numbers of slots; return it."""
         count = min(1 << (len(self.rows) - 1).bit_length(), self.capacity)
-        self._slots(count)
+        self.resize(count)
         return count
 
     def _are_candidates(self, tokens: Int[Tensor, " b"]) -> bool:
         """Whether each token is among the candidates that were read; another processor may force one that is not."""
         return all(
             siblings is not None and bool((siblings.match(tokens).any(1) | (tokens == RESTING)).all())
-            for siblings in (reading.siblings for reading in list_readings(self._state))
+            for siblings in (reading.siblings for reading in self.readings)
         )
 
     def _read(self, group: Sequence[GuidedRequest]) -> dict[GuidedRequest, Exception]:
@@ -300,24 +279,21 @@ class Follower:
             if len(group) == 1:
                 return {group[0]: error}
             return {text: error for one in group for text, error in self._read([one]).items()}
-        if self._state is None:
-            self._state = state.map_readings(lambda reading: settle(reading, *self._shape(reading.reader)))
-        else:
-            self._slots(len(self.rows))
-            self._state = self._state.join([self._state, state])
+        self.add(state, lambda reading: settle(reading, *self._shape(reading.reader)))
         self._place([*self._followed, *(_Followed(text, text.mark(), text.length) for text in group)])
         return {}
 
     def _start(self, group: Sequence[GuidedRequest]) -> Any:
         """Samples of a prompt have the same text at first, which is read once."""
         texts = [text.tokens() for text in group]
-        unique: dict[Any, int] = {}
-        rows = [unique.setdefault(_key(tokens), len(unique)) for tokens in texts]
-        distinct = [texts[rows.index(row)] for row in range(len(unique))]
+        # Texts on a device are not compared, since that would wait for it.
+        keys = [tuple(text.tolist()) if text.device.type == "cpu" else id(text) for text in texts]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        distinct = [*dict(zip(keys, texts, strict=True)).values()]
         input_ids = pad_sequence(distinct, batch_first=True, padding_side="left")
         mask = pad_sequence([torch.ones_like(text) for text in distinct], batch_first=True, padding_side="left")
         state = self.guide.start(input_ids, mask)
-        return state if len(distinct) == len(texts) else state.select(torch.tensor(rows))
+        return state if len(distinct) == len(texts) else state.select(torch.tensor([numbers[key] for key in keys]))
 
     def _bounds(self) -> list[int]:
         """The most tokens that each text may have now."""
@@ -325,10 +301,11 @@ class Follower:
 
     def _reserve(self, widest: int) -> None:
         """Make room for the next token of every text, and for candidates that are read beside each other."""
-        for slots in self._slots(len(self.rows)):
+        self.resize(len(self.rows))
+        for slots in self.slots:
             bounds = np.array(self._bounds(), dtype=np.int64) + slots.reader.overhead
             slots.bounds[: slots.count] = np.repeat(bounds, slots.copies)
-            slots.reserve(siblings=min(widest, SIBLINGS_PER_FORWARD) if slots.reader.reads_candidates else 0)
+            slots.reserve(siblings=count_siblings(slots.reader, widest))
 
     # --- candidates ---
 
@@ -338,16 +315,18 @@ class Follower:
         If the guide reads candidates, these must be all rows of texts that go on.
         """
         if not self.reads_candidates:
-            shown = self._state.map_readings(lambda reading: reading.show(rows))
+            assert self.state is not None
+            shown = self.state.map_readings(lambda reading: reading.show(rows))
             return self.guide.advise(shown, candidates, beta)
-        count = len(self.rows)
-        everywhere = candidates.new_zeros(count, candidates.shape[1]).index_copy_(0, rows, candidates)
-        strengths = beta.new_zeros(count, beta.shape[1]).index_copy_(0, rows, beta)
-        advice = self.guide.advise(self._state, everywhere, strengths)
-        self._state = advice.state
-        clipped = None if advice.clipped is None else advice.clipped[rows]
-        rewards = None if advice.rewards is None else tuple(part[rows] for part in advice.rewards)
-        return Advice(advice.shift[rows], None, clipped, rewards)
+        place = partial(place_rows, rows=rows, count=len(self.rows))
+        advice = self.guide.advise(self.state, place(candidates), place(beta))
+        self.state = advice.state
+        return spread_advice(advice, lambda values: values[rows], place)
+
+
+def place_rows(values: Tensor, rows: Int[Tensor, " b"], count: int) -> Tensor:
+    """Put numbers into these of so many rows; the others are 0."""
+    return values.new_zeros(count, *values.shape[1:]).index_copy_(0, rows, values)
 
 
 def _group(texts: Sequence[GuidedRequest]) -> list[list[GuidedRequest]]:
@@ -362,8 +341,3 @@ def _group(texts: Sequence[GuidedRequest]) -> list[list[GuidedRequest]]:
         groups[-1].append(text)
         total += text.length
     return groups
-
-
-def _key(tokens: Int[Tensor, " t"]) -> Any:
-    """Return a key that is equal for equal texts. Texts on a device are not compared, since that would wait for it."""
-    return tuple(tokens.tolist()) if tokens.device.type == "cpu" else id(tokens)

@@ -18,7 +18,7 @@ from typing import Any
 from radq.errors import OptionError, RadqError
 from radq.models.calibration import is_strength
 from radq.registry.config import ServeConfig
-from radq.registry.strengths import Guidance, shorten, to_number
+from radq.registry.strengths import Guidance, read_pairs, shorten, to_number
 
 LOGGER = logging.getLogger("vllm.radq")  # vLLM shows what its own loggers write
 PREFIX = "radq"
@@ -91,29 +91,25 @@ def _read_strengths(config: ServeConfig, given: Mapping[str, Any]) -> dict[str, 
     single = "radq_guide" in given or "radq_beta" in given
     if "radq" in given and single:
         raise OptionError("a request has both radq and radq_guide.", "give radq alone: it names several guides.")
-    asked: dict[str, float | None] = {}
-    if single:
-        asked = _read_single(config, given.get("radq_guide"), given.get("radq_beta"))
-    elif "radq" in given:
-        asked = config.read_strengths(given["radq"])
+    asked = _read_single(config, given) if single else read_pairs(given.get("radq", {}))
     for name in ("top_k", "kl_budget"):
         if f"radq_{name}" in given:
             if name in asked:
                 raise OptionError(f"a request gives {name} twice.", f"leave radq_{name} out.")
-            value = given[f"radq_{name}"]
-            unlimited = name == "kl_budget" and value == "none"
-            asked[name] = None if unlimited else _read_number(value, f"radq_{name}")
-    config.check_strengths(asked)
-    return asked
+            asked[name] = given[f"radq_{name}"]
+    return config.read_strengths(asked)
 
 
-def _read_single(config: ServeConfig, name: Any, beta: Any) -> dict[str, float | None]:
+def _read_single(config: ServeConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    name, beta = given.get("radq_guide"), given.get("radq_beta")
     if not isinstance(name, str) or name not in config.guides:
         raise OptionError(
             f"there is no guide {shorten(name)}.", f"the registered guides are {', '.join(config.guides) or 'none'}."
         )
     beta = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
-    return config.read_strengths({name: beta}) if is_strength(beta) else {name: _read_number(beta, "radq_beta")}
+    if not is_strength(beta):
+        beta = _read_number(beta, "radq_beta")
+    return {name: True if beta is None else beta}
 
 
 def _read_number(value: Any, name: str) -> float | None:

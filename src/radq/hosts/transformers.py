@@ -90,17 +90,20 @@ class GuidedLogitsProcessor(LogitsProcessor):
             self.guide.check_vocabulary(scores.shape[1], self.tokenizer, "the base model")
         if self._watch is not None:
             self._watch.check(input_ids)
-        self._follow(self._with_padding(input_ids))
+        self._follow(*self._mark_padding(input_ids))
         strengths = RowSettings.repeat(self.steering, self.guide, scores, self._stops)
         proposal = propose(scores.float(), self.guide, self._state, strengths).require_finite()
         self._state = proposal.state
         guided = torch.full_like(scores, -torch.inf)
         return guided.scatter(1, proposal.candidates, proposal.logits.to(scores.dtype))
 
-    def _with_padding(self, input_ids: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-        """Copy the texts, with PADDING in place of the padding of their prompts."""
+    def _mark_padding(self, input_ids: Int[Tensor, "b t"]) -> tuple[Int[Tensor, "b t"], bool]:
+        """Copy the texts, with PADDING in place of the padding of their prompts; return also whether it is known.
+
+        The attention mask belongs to some texts, or has shown which token pads others.
+        """
         if self.attention_mask is None:
-            return input_ids.clone()
+            return input_ids.clone(), False
         mask = self.attention_mask.to(input_ids.device).bool()
         if self._prompts is None:
             if len(input_ids) % len(mask) or input_ids.shape[1] < mask.shape[1]:
@@ -117,19 +120,12 @@ class GuidedLogitsProcessor(LogitsProcessor):
         elif not bool(mask.all()):  # other prompts: they are padded with the same token
             pad_token = self._prompts[~mask][0]
             padding = (input_ids == pad_token).long().cumprod(1).bool()
-        return input_ids.masked_fill(padding, PADDING)
+        else:
+            return input_ids.clone(), False
+        return input_ids.masked_fill(padding, PADDING), True
 
     def _refuse_padding(self, texts: Int[Tensor, "b t"]) -> None:
-        """Raise if padding is not known, and texts seem to be padded.
-
-        That is so if a special token begins some of them but not all, or one of them twice. The attention mask belongs
-        to some texts, or has shown which token pads others.
-        """
-        mask, prompts = self.attention_mask, self._prompts
-        if mask is not None and not bool(mask.all()) and prompts is not None:
-            return
-        if prompts is not None and torch.equal(texts[:, : prompts.shape[1]], prompts):
-            return
+        """Raise if a special token begins some texts but not all, or one of them twice: they seem to be padded."""
         own = set() if self.tokenizer is None else set(self.tokenizer.all_special_ids)
         special = torch.tensor(sorted(own | self.guide.special_tokens), device=texts.device, dtype=torch.long)
         first = texts[:, :1]
@@ -141,11 +137,12 @@ class GuidedLogitsProcessor(LogitsProcessor):
                 "pass attention_mask=inputs.attention_mask to GuidedLogitsProcessor; ones if nothing is padded.",
             )
 
-    def _follow(self, texts: Int[Tensor, "b t"]) -> None:
+    def _follow(self, texts: Int[Tensor, "b t"], knows_padding: bool) -> None:
         """Bring the state up to date with these texts: update it if that is cheap, else read them anew."""
         update = None if self._texts is None else _plan_update(self._texts, texts, self.guide.vocab_size)
         if update is None:
-            self._refuse_padding(texts)
+            if not knows_padding:
+                self._refuse_padding(texts)
             unique, rows = texts.unique(dim=0, return_inverse=True)  # beams and samples of a prompt are equal at first
             states = None if self._watch is None else self._watch.states
             prompts = Prompts(unique.clamp(min=0), (unique != PADDING).long(), base=states)

@@ -10,7 +10,7 @@ The operator of the server writes guides.yaml, see `radq.registry.config`. A cli
 import copy
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,20 +21,19 @@ import numpy as np
 import torch
 import yaml
 
-from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
+from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, check_counts
 from radq.decoding.text import decode_texts, encode_prompts
 from radq.errors import ContextLengthError, MemoryLimitError, OptionError, require_package
 from radq.guides.spec import OPTIONS, GuideSpec
 from radq.hosts.base_states import reads_shown, show_layers
-from radq.hosts.batching import Steerer, update_slots
+from radq.hosts.batching import Steerer
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts
-from radq.hosts.follower import DeviceRequest, HostRequest
+from radq.hosts.follower import DeviceRequest, GuidedRequest, HostRequest
 from radq.hosts.guidance import LOGGER, SEED, TICKET, find_config, find_config_for_client, read_guidance
 from radq.models.loading import load_config, max_positions
 from radq.numerics import available_memory
 from radq.registry.config import NAME, ServeConfig
 from radq.registry.loaded_guides import LoadedGuides
-from radq.registry.strengths import Guidance
 from radq.settings import renamed
 from radq.sources.model_source import ModelSource
 
@@ -78,10 +77,11 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         draws_own = parallel.tensor_parallel_size == 1 or parallel.enable_batch_sharded_sampling
         self.answers = draws_own or parallel_state.get_tensor_model_parallel_rank() == 0
         size = (vllm_config.scheduler_config.max_num_seqs, model.max_model_len)
-        self._drafts = None
-        if vllm_config.speculative_config is not None:
-            self._drafts = DraftSteerer(loaded, *size, device, 1 + vllm_config.num_speculative_tokens, shown)
-        self.steerer = self._drafts or Steerer(loaded, *size, device, shown)
+        self.tells_details = vllm_config.speculative_config is None  # drafts are not recorded
+        if self.tells_details:
+            self.steerer = Steerer(loaded, *size, device, shown)
+        else:
+            self.steerer = DraftSteerer(loaded, *size, device, shown, most=1 + vllm_config.num_speculative_tokens)
         _check_memory(self.steerer, vllm_config)
         if "raw" in str(model.logprobs_mode):
             LOGGER.info(
@@ -89,15 +89,6 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
                 "--logprobs-mode processed_logprobs gives those of the guided distribution."
             )
         PROCESSORS.add(self)
-
-    @property
-    def tells_details(self) -> bool:
-        """Whether tokens are recorded for requests with details."""
-        return self._drafts is None
-
-    def read_guidance(self, params: Any) -> Guidance | None:
-        """Read the guidance that a request's SamplingParams ask for; None if it is not guided."""
-        return read_guidance(find_config(self.guides_file), params.extra_args, params.temperature)
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -108,41 +99,30 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
         return False
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        if self._drafts is not None:
-            drafts = Drafts(ctx.expanded_idx_mapping, ctx.expanded_local_pos, ctx.input_ids, ctx.pos)
-            self._drafts.steer_drafts(logits, {one.slot: one for one in self._read_context(ctx).values()}, drafts)
-            return logits
         requests = self._requests if ctx is None else self._read_context(ctx)
+        tokens: Any = None if ctx is None else ctx.input_ids
+        if ctx is not None and not self.tells_details:
+            requests = {request.slot: request for request in requests.values()}
+            tokens = Drafts(ctx.expanded_idx_mapping, ctx.expanded_local_pos, tokens, ctx.pos)
         if requests:
-            self.steerer.steer(logits, requests, None if ctx is None else ctx.input_ids)
+            self.steerer.steer(logits, requests, tokens)
         return logits
 
     # --- the first runner: requests stand at the rows of the batch, and move between them ---
 
     def update_state(self, batch_update: Any) -> None:
         if batch_update is not None:
-            swap = first_runner.MoveDirectionality.SWAP
-            update_slots(
-                self._requests,
-                batch_update.removed,
-                [(slot, self._make_request(*texts)) for slot, *texts in batch_update.added],
-                [(source, target, direction is swap) for source, target, direction in batch_update.moved],
-            )
+            first_runner.process_dict_updates(self._requests, batch_update, partial(self._make_request, HostRequest))
             self.steerer.retain(self._requests.values())
-
-    def _make_request(self, params: Any, prompt: list[int] | None, output: list[int]) -> HostRequest | None:
-        guidance = self.read_guidance(params)  # it was checked when the request came
-        return None if guidance is None else HostRequest(guidance, prompt or [], output, **self._find_options(params))
 
     # --- the second runner: a request keeps its slot, and a mapping from rows to slots comes with every step ---
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        guidance = self.read_guidance(sampling_params)
-        request = None
-        if guidance is not None:
-            make = partial(DraftRequest, lengths=self._states.total_len) if self._drafts else DeviceRequest
-            request = make(guidance, self._states.all_token_ids, req_idx, **self._find_options(sampling_params))
-        update_slots(self._requests, [], [(req_idx, request)], [])
+        make = DeviceRequest if self.tells_details else partial(DraftRequest, lengths=self._states.total_len)
+        request = self._make_request(make, sampling_params, self._states.all_token_ids, req_idx)
+        self._requests.pop(req_idx, None)
+        if request is not None:
+            self._requests[req_idx] = request
         return request is not None
 
     def _read_context(self, ctx: Any) -> dict[int, Any]:
@@ -152,26 +132,30 @@ class GuidedProcessor(first_runner.LogitsProcessor, second_runner.LogitsProcesso
             request = self._requests.get(slot)
             length = int(ctx.seq_lens_upper_bound_np[row])  # the exact length, if no tokens are speculated
             if request is not None and length >= self._states.prefill_len.np[slot]:
-                if isinstance(request, DraftRequest):
-                    request.bound = length
-                else:
-                    request.size = length
+                request.size = length
                 rows[row] = request
         return rows
 
-    def _find_options(self, params: Any) -> dict[str, Any]:
-        """Find what is known of a request beside its text: the tokens that end it, if there are any, and its ticket.
+    # --- both ---
+
+    def _make_request(self, make: Callable[..., GuidedRequest], params: Any, *text: Any) -> GuidedRequest | None:
+        """Make a request of its SamplingParams, which were checked when it came, and its text; None if not guided.
 
         The number of a text among those of its ticket is known by its seed, since vLLM gives each of them its own.
         """
+        guidance = read_guidance(find_config(self.guides_file), params.extra_args, params.temperature)
+        if guidance is None:
+            return None
         stops = tuple(token for token in (params.eos_token_id, *(params.stop_token_ids or ())) if token is not None)
         ticket, first = ((params.extra_args or {}).get(name) for name in (TICKET, SEED))
-        return {
-            "end": (stops or (self._end,))[0],
-            "stops": stops,
-            "ticket": None if ticket is None else str(ticket),
-            "choice": params.seed - first if isinstance(first, int) and isinstance(params.seed, int) else 0,
-        }
+        return make(
+            guidance,
+            *text,
+            end=(stops or (self._end,))[0],
+            stops=stops,
+            ticket=None if ticket is None else str(ticket),
+            choice=params.seed - first if isinstance(first, int) and isinstance(params.seed, int) else 0,
+        )
 
 
 def __getattr__(name: str) -> Any:
@@ -306,8 +290,7 @@ class VllmEngine:
         `guide` is one of the names in `guides`, and `beta` replaces its strengths, in the order of the specification.
         The random numbers of sample s of prompt p depend on (seed, p, s) alone. They differ from `radq.generate`'s.
         """
-        if samples < 1:
-            raise OptionError(f"samples must be at least 1, got {samples}.", "give a larger number.")
+        check_counts(samples=samples)
         options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_new_tokens, "detokenize": False}
         if stop_token_ids is not None:
             options |= {"stop_token_ids": list(stop_token_ids), "ignore_eos": True}
@@ -315,8 +298,8 @@ class VllmEngine:
             options |= {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
         else:
             width = self._config.get_text_config().vocab_size if top_k is None else top_k
-            asked = {"radq": {**self._strengths(guide, beta), "top_k": width, "kl_budget": kl_budget}}
-            options["extra_args"] = asked if top_p is None else {**asked, "radq_top_p": top_p}
+            asked = {**self._strengths(guide, beta), "top_k": width, "kl_budget": kl_budget}
+            options["extra_args"] = {"radq": asked, "radq_top_p": top_p}
             read_guidance(self._guides_config, options["extra_args"], temperature)
 
         def make_params(prompt: int, sample: int) -> Any:
@@ -345,7 +328,6 @@ class VllmEngine:
         ]
 
     def _strengths(self, guide: str, beta: float | Sequence[float] | None) -> dict[str, float]:
-        """Find the strengths of the parts of a guide."""
         if guide not in self.guides:
             raise OptionError(f"there is no guide {guide!r}.", f"the guides are {', '.join(self.guides) or 'none'}.")
         parts = {name: entry["suggested"] for name, entry in self.guides[guide].items()}
@@ -360,7 +342,6 @@ class VllmEngine:
         return dict(zip(parts, numbers, strict=True))
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self.llm.llm_engine.engine_core.shutdown()
         self._folder.cleanup()
 

@@ -97,9 +97,9 @@ class GuideMiddleware:
         content = json.dumps(body).encode()
         scope = {**scope, "headers": list(scope["headers"])}
         MutableHeaders(scope=scope)["content-length"] = str(len(content))
-        confirmation = _Confirmation(server, guidance, body["vllm_xargs"][TICKET], details)
+        confirmation = _Confirmation(send, server, guidance, body["vllm_xargs"][TICKET], details)
         try:
-            await self.app(scope, _replay(content, receive), confirmation.rewrite(send))
+            await self.app(scope, _replay(content, receive), confirmation)
         finally:
             if details is not None:  # the client may have gone away; workers forget, and nobody waits for them
                 task = asyncio.ensure_future(details.fetch())
@@ -166,7 +166,6 @@ def _move_strengths(body: dict[str, Any], config: ServeConfig, server: VllmServe
 async def _prepare_details(
     body: dict[str, Any], guidance: Guidance | None, server: VllmServer, path: str
 ) -> AnswerDetails | None:
-    """Prepare the details of the tokens of a request, if it asks for them."""
     if guidance is None or not guidance.details:
         return None
     wants_ids, ticket = prepare_details(body, path), body["vllm_xargs"][TICKET]
@@ -186,13 +185,9 @@ class Rewrite:
     """Sends a response, and changes its whole body, or the events of a stream, on their way. Errors pass unchanged."""
 
     def __init__(
-        self,
-        send: Send,
-        change: Callable[[bytes], Awaitable[bytes]],
-        change_event: Callable[[bytes], Awaitable[bytes]] | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, send: Send, change: Callable[[bytes], Awaitable[bytes]], headers: Mapping[str, str] | None = None
     ):
-        self._send, self._change, self._change_event, self._headers = send, change, change_event, headers or {}
+        self._send, self._change, self._headers = send, change, headers or {}
         self._start: Message = {}
         self._pass: Send = send  # what the parts of the body go through
         self._content = b""  # that was not sent yet
@@ -207,12 +202,10 @@ class Rewrite:
         headers = MutableHeaders(raw=list(message["headers"]))
         headers.update(self._headers)
         self._start = {**message, "headers": headers.raw}
-        if message["status"] == 200 and not is_stream(message):
-            self._pass = self._pass_whole
-            return
-        if message["status"] == 200 and self._change_event is not None:
-            self._pass = self._pass_events
-        await self._send(self._start)
+        if message["status"] == 200:
+            self._pass = self._pass_events if is_stream(message) else self._pass_whole
+        if self._pass != self._pass_whole:
+            await self._send(self._start)
 
     async def _pass_whole(self, message: Message) -> None:
         self._content += message.get("body", b"")
@@ -224,11 +217,13 @@ class Rewrite:
         await self._send({"type": "http.response.body", "body": content})
 
     async def _pass_events(self, message: Message) -> None:
-        assert self._change_event is not None
         *events, self._content = (self._content + message.get("body", b"")).split(EVENT_END)
         changed = [await self._change_event(event) + EVENT_END for event in events]
         rest = b"" if message.get("more_body") else self._content
         await self._send({**message, "body": b"".join([*changed, rest])})
+
+    async def _change_event(self, event: bytes) -> bytes:
+        return event
 
 
 def is_stream(start: Message) -> bool:
@@ -236,7 +231,6 @@ def is_stream(start: Message) -> bool:
 
 
 async def _add_models(content: bytes) -> bytes:
-    """Add the virtual models of the operator's file to vLLM's list of models."""
     document = json.loads(content)
     like = document["data"][0]
     for name, strengths in find_config_for_client().models.items():
@@ -258,18 +252,16 @@ async def _add_totals(server: VllmServer, content: bytes) -> bytes:
     return content + ("\n".join(lines) + "\n").encode()
 
 
-class _Confirmation:
+class _Confirmation(Rewrite):
     """Says what was applied: in a header, in a whole answer, and in each chunk of a stream that ends a text."""
 
-    def __init__(self, server: VllmServer, guidance: Guidance, ticket: str, details: AnswerDetails | None):
+    def __init__(self, send: Send, server: VllmServer, guidance: Guidance, ticket: str, details: AnswerDetails | None):
         self._server, self._ticket, self._details = server, ticket, details
         self._applied = describe_guidance(guidance)
         self._sums: Counter[str] = Counter()  # figures of the tokens that have come
+        super().__init__(send, self._confirm, {HEADER: json.dumps(self._applied)})
 
-    def rewrite(self, send: Send) -> Rewrite:
-        return Rewrite(send, self._change, self._change_event, {HEADER: json.dumps(self._applied)})
-
-    async def _change(self, content: bytes) -> bytes:
+    async def _confirm(self, content: bytes) -> bytes:
         document = json.loads(content)
         if isinstance(document, dict):  # vLLM answers with null when the client has gone away
             await self._add(document, ends=True)
@@ -292,7 +284,6 @@ class _Confirmation:
 
 
 def _describe(sums: Mapping[str, float]) -> dict[str, Any]:
-    """Compute the mean figures of the tokens of an answer."""
     if not sums:
         return {}
     count = max(1.0, sums["tokens"])

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, Response
 
 from radq.errors import require_package
 from radq.hosts.guidance import LOGGER, find_config
-from radq.registry.config import ServeConfig
 from radq.registry.details import TokenTexts, describe_scores, encode_scored
 from radq.registry.problems import UnavailableError, add_handlers, check_unicode
 from radq.registry.web import VERSION, Gate, ScoreBody, add_page, describe_server
@@ -30,10 +29,6 @@ class VllmServer:
         self._facts: dict[str, Any] | None = None
 
     # --- the model and its clients ---
-
-    @property
-    def config(self) -> ServeConfig:
-        return find_config()
 
     @property
     def base(self) -> str:
@@ -62,7 +57,7 @@ class VllmServer:
     def encode(self, text: str) -> list[int]:
         """Tokenise a text to be scored, unless it is too long."""
         config = self.state.engine_client.model_config.hf_config
-        limit = min(self.config.limits.prompt_tokens, self.context - 1)
+        limit = min(find_config().limits.prompt_tokens, self.context - 1)
         return encode_scored(self.texts.tokenizer, config, text, limit)
 
     async def find_likelihoods(self, token_ids: Sequence[int]) -> list[float]:
@@ -117,12 +112,11 @@ def is_page_path(path: str) -> bool:
 
 
 def make_page_app(server: VllmServer) -> FastAPI:
-    """Make the application that answers requests for these routes."""
 
     async def describe() -> dict[str, Any]:
         facts = await server.find_facts()
         return describe_server(
-            server.config,
+            find_config(),
             server.base,
             facts["ranges"],
             server.context,
@@ -138,7 +132,7 @@ def make_page_app(server: VllmServer) -> FastAPI:
         return JSONResponse(describe_scores(ids, likelihoods, rewards, server.texts.show_each))
 
     app = FastAPI(title="radq", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Gate, limit=server.config.limits.body_bytes, keys=server.keys)
+    app.add_middleware(Gate, limit=find_config().limits.body_bytes, keys=server.keys)
     add_handlers(app)
     add_page(app, describe, score)
     return app

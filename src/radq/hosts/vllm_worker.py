@@ -21,12 +21,10 @@ class GuideWorker:
         return next((sums for answers, sums in taken if answers and sums is not None), None)
 
     def radq_totals(self) -> Sums:
-        """Return the figures of all requests."""
         every = [processor.steerer.figures.totals for processor in PROCESSORS if processor.answers]
         return {name: sum(totals[name] for totals in every) for name in FIGURE_NAMES}
 
     def radq_bytes(self) -> int:
-        """Return the number of bytes that the guides' states may take up now."""
         return sum(processor.steerer.nbytes for processor in PROCESSORS)
 
     def radq_facts(self) -> dict[str, Any] | None:

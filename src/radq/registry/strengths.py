@@ -51,7 +51,7 @@ def read_strengths(
     kl_budget it stands for no budget. Strengths become β, and bring the KL budget along under which they were
     calibrated if none is given; beside them, β counts with `budget`.
     """
-    read = {name: _read_setting(name, one, calibrations.get(name)) for name, one in _read_pairs(value).items()}
+    read = {name: _read_setting(name, one, calibrations.get(name)) for name, one in read_pairs(value).items()}
     strengths = {name: one.beta if isinstance(one, Setting) else one for name, one in read.items()}
     if "kl_budget" not in read and any(isinstance(one, Setting) for one in read.values()):
         steering = [one for name, one in read.items() if name not in SETTINGS and one != 0]
@@ -61,11 +61,11 @@ def read_strengths(
 
 def note_shares(value: Any, calibrations: Mapping[str, Calibration]) -> list[str]:
     """Write a line for each β that looks like a share of what can be reached."""
-    notes = [note_share(name, one, calibrations.get(name)) for name, one in _read_pairs(value).items()]
+    notes = [note_share(name, one, calibrations.get(name)) for name, one in read_pairs(value).items()]
     return [note for note in notes if note is not None]
 
 
-def _read_pairs(value: Any) -> dict[str, Any]:
+def read_pairs(value: Any) -> dict[str, Any]:
     pairs = _split(value) if isinstance(value, str) else value
     if not isinstance(pairs, Mapping) or len(pairs) > MOST_NAMES:
         raise OptionError(f"radq must give names of guides their strengths, got {shorten(value)}.", HINT)

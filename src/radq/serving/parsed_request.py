@@ -9,7 +9,7 @@ from typing import Any
 
 from radq.decoding.config import LogitChanges
 from radq.decoding.generate import draw_uniforms
-from radq.decoding.processors import Grammar, make_processors
+from radq.decoding.processors import GrammarMask, Matcher, compile_grammar, make_processors
 from radq.decoding.prompt_scores import PromptScores
 from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.text import UNFINISHED, GrowingText, encode_prompts, find_stops
@@ -39,7 +39,7 @@ class ParsedRequest:
     stop: tuple[str, ...]
     stop_tokens: frozenset[int]
     changes: LogitChanges
-    grammar: Grammar | None
+    grammar: Matcher | None
     logprobs: int | None  # the number of alternatives that are told about each token; None tells nothing
     ignored: list[str]
 
@@ -85,7 +85,7 @@ class ParsedRequest:
         return texts
 
     def _processors(self, prompt: list[int]) -> tuple[Processor, ...]:
-        mask = () if self.grammar is None else (self.grammar.mask(len(prompt), self.stop_tokens),)
+        mask = () if self.grammar is None else (GrammarMask(self.grammar, len(prompt), self.stop_tokens),)
         return (*mask, *make_processors(self.changes, len(prompt), self.stop_tokens))
 
     def prompt_scores(self, served: Served) -> PromptScores | None:
@@ -300,14 +300,14 @@ def _read_schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
     return form.json_schema.schema_
 
 
-def _read_grammar(changes: LogitChanges, stop_tokens: frozenset[int], served: Served) -> Grammar | None:
+def _read_grammar(changes: LogitChanges, stop_tokens: frozenset[int], served: Served) -> Matcher | None:
     """Compile the grammar of a request; a missing package is an error of the request, too."""
     if changes.json_schema is None:
         return None
     if not stop_tokens:
         raise FieldError("ignore_eos", "a text that is JSON must be able to end.", "leave ignore_eos out.")
     try:
-        return Grammar(served.tokenizer, num_logits(served.lm), changes.json_schema)
+        return compile_grammar(served.tokenizer, num_logits(served.lm), changes.json_schema)
     except (OptionError, ModelError) as error:
         raise FieldError("response_format", error.message, error.hint) from error
 
