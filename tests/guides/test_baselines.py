@@ -162,7 +162,7 @@ def test_gedi_reads_prompts_in_parts_where_their_logits_are_many(family: str, mo
     candidates = torch.cat([CANDIDATES, CANDIDATES[:1]])
     with count_forwards(guide) as forwards:
         state = guide.start(*padded(texts))
-    assert forwards == [5]  # ten rows of nine columns, two at a time
+    assert forwards == [9]  # ten rows of nine columns, a column at a time
     check(guide, state, texts, candidates)
     state = guide.advance(state, torch.tensor([4, 36, 7, 31, 9]))
     texts = [[*text, token] for text, token in zip(texts, [4, 36, 7, 31, 9], strict=True)]

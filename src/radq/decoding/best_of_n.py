@@ -82,7 +82,7 @@ def score_texts(
     def score(size: int) -> Float[Tensor, " size"]:
         first = sum(map(len, scores))
         padded = pad_left(texts[first : first + size], device=model.device)
-        input_ids, attention_mask = leave_out_unknown(*padded, model.num_known)
+        input_ids, attention_mask = leave_out_unknown(*padded, model.vocabulary.num_known)
         rewards = model.token_rewards(input_ids, attention_mask)  # (texts, t, a)
         return take_last(rewards, attention_mask)[:, columns].double().cpu() @ strengths
 

@@ -173,7 +173,7 @@ class Served:
         readouts = {model: model.reader.layers for model in models if model.accepts_states(lm, input_ids)}
         layers = join_layers(list(readouts.values()))
         reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
-        likelihoods, states = yield from reader.read_scored(input_ids, turn)
+        _, likelihoods, states = yield from reader.read_scored(input_ids, torch.ones_like(input_ids), turn)
         rewards: dict[RewardModel, torch.Tensor] = {}
         for model in models:
             ids = input_ids.to(model.device)

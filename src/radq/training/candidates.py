@@ -363,7 +363,7 @@ def find_candidates(
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
     for rows in chunks(order, texts_per_forward(longest * num_logits(lm), lm.device)):
         input_ids, mask = pad_left([prefixes[n].tokens for n in rows], device=lm.device)
-        _, logits = finish(reader.read_everywhere(input_ids, mask, Turn()))  # (b, t, v)
+        logits = finish(reader.read_everywhere(input_ids, mask, Turn()))  # (b, t, v)
         lengths = [len(prefixes[n].places) for n in rows]
         after = [place - 1 - len(prefixes[n].tokens) for n in rows for place in prefixes[n].places]  # from the end
         texts = np.repeat(np.arange(len(rows)), lengths)

@@ -90,7 +90,7 @@ class RewardSource(Source):
     def __init__(self, model: RewardModel, attributes: Sequence[str] = ()):
         super().__init__()
         require_attributes(attributes, model.config.attributes)
-        self.model, self.vocabularies, self.context = model, [model.vocabulary], model.max_tokens
+        self.model, self.vocabularies, self.context = model, [model.vocabulary], model.reader.context
         self.attributes = list(attributes) or list(model.config.attributes)
         self._columns = [model.config.attributes.index(name) for name in self.attributes]
         self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
