@@ -21,8 +21,10 @@ from radq import numerics
 from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering, kl_divergence
 from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyError
-from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
-from radq.guides.gedi import filter_candidates
+from radq.guides.base import Guide
+from radq.guides.dexperts import DExpertsGuide
+from radq.guides.gedi import GeDiGuide, filter_candidates
+from radq.guides.reward import RewardGuide
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models import kv_cache
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.decoding.generate import Generation, check_guide, generate
 from radq.decoding.text import encode_prompts
 from radq.errors import OptionError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models.loading import Wrappable
 from radq.models.reward import RewardModel
 from radq.numerics import in_smaller_batches, leave_out_unknown, pad_left, take_last

@@ -24,8 +24,7 @@ from radq.decoding.config import Steering
 from radq.decoding.guide_rows import Guides
 from radq.decoding.request import Request
 from radq.decoding.steering import Plan, Proposal, RowSettings, choose, propose
-from radq.guides import Guide
-from radq.guides.base import State
+from radq.guides.base import Guide, State
 from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prefill import MOST_TOKENS, InTurns, PromptGraphs, Turn, finish

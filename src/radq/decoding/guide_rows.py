@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from radq.guides import Guide, SumGuide
-from radq.guides.base import Advice, BaseStates, Prompts, State, add_advices, leave_out, list_readings
+from radq.guides.base import Advice, BaseStates, Guide, Prompts, State, SumGuide, add_advices, leave_out, list_readings
 from radq.models.prefill import InTurns, Turn
 from radq.models.reading import Reading
 from radq.models.slots import SlotReading

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.steering import Proposal, RowSettings, propose
-from radq.guides import Guide
-from radq.guides.base import BaseStates, Prompts
+from radq.guides.base import BaseStates, Guide, Prompts
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, evaluating, num_logits
 from radq.models.prefill import finish

@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.decoding.steering import Proposal, RowSettings, propose
-from radq.guides import Guide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, Guide
 from radq.hosts.base_states import ShownFollower, reads_shown
 from radq.hosts.details import RecordedRow, Records
 from radq.hosts.follower import Follower, GuidedRequest

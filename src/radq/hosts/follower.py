@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from radq.decoding.capture import find_hindrance
 from radq.decoding.guide_rows import fill_gaps
 from radq.errors import DataError
-from radq.guides import Guide
-from radq.guides.base import Advice, list_readings
+from radq.guides.base import Advice, Guide, list_readings
 from radq.models.cuda_graph import StepGraphs
 from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.reading import Reader, ValueReading

@@ -15,8 +15,9 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from radq.errors import ContextLengthError
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
 from radq.guides.folders import EXPERT, holds_experts
+from radq.guides.reward import RewardGuide
 from radq.guides.spec import GUIDES, find_kind, guide_maker
 from radq.models.loading import Wrappable, choose_dtype, find_device, load, load_config, max_positions, num_logits
 from radq.models.prefill import InTurns, Turn

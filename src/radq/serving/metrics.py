@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from radq.errors import require_package
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.guides.meter import WatchedGuide
 from radq.registry.details import DrawnToken
 from radq.serving.parsed_request import ServedText

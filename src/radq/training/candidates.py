@@ -28,7 +28,7 @@ from radq.decoding.generate import generate
 from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError, DataError, OptionError
 from radq.files import fingerprint_tensors, fingerprint_values
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prefill import Turn, finish
 from radq.models.reading import Reader

@@ -25,8 +25,7 @@ from radq.data.dataset import RewardData
 from radq.decoding.text import UNFINISHED
 from radq.errors import OptionError, VocabularyError
 from radq.files import fingerprint_tensors, fingerprint_values
-from radq.guides import Guide
-from radq.guides.base import ReadsOnce
+from radq.guides.base import Guide, ReadsOnce
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import GuideSpec
 from radq.judges.base import CachedJudge, Judge
