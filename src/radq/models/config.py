@@ -54,7 +54,6 @@ class RewardModelConfig(PreTrainedConfig):
 
     @property
     def origin(self) -> Origin:
-        """The origin of a frozen backbone."""
         return Origin(self.backbone_name or "", self.backbone_revision, self.backbone_fingerprint)
 
     def set_origin(self, origin: Origin) -> None:

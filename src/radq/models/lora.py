@@ -59,7 +59,6 @@ class AdaptedLinear(nn.Module):
 
     @property
     def folded(self) -> bool:
-        """True while the adapter is added to the weights of the layer."""
         return self._frozen is not None
 
     @property
@@ -167,7 +166,6 @@ def add_adapters(backbone: nn.Module, rank: int) -> None:
 
 
 def adapted_layers(backbone: nn.Module) -> dict[str, AdaptedLinear]:
-    """The layers of a backbone that have adapters, by their names."""
     return {name: layer for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)}
 
 

@@ -433,5 +433,4 @@ class RewardModel(PreTrainedModel):
 
 
 def import_kind(kind: str) -> type[RewardModel]:
-    """Import the class of a kind of reward model."""
     return getattr(import_module("radq.models.kinds"), KINDS[kind])
