@@ -23,7 +23,8 @@ import tyro
 
 import radq
 from radq.benchmark.measure import describe_machine
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
+from radq.guides.reward import RewardGuide
 
 SETS = [own for size in range(4) for own in combinations(range(3), size)]
 

@@ -17,7 +17,8 @@ import tyro
 
 from radq import load
 from radq.benchmark.measure import describe_machine, read_clock
-from radq.guides import DExpertsGuide, GeDiGuide
+from radq.guides.dexperts import DExpertsGuide
+from radq.guides.gedi import GeDiGuide
 from radq.models.kinds import RadV
 from radq.models.loading import find_device
 from radq.training.candidate_agreement import MarkedPrefix, _score_prefixes, _score_texts

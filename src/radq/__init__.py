@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from radq.decoding.generate import Generation, astream_text, generate, stream, stream_text
     from radq.decoding.request import Request
     from radq.errors import RadqError
-    from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
+    from radq.guides.base import Guide
+    from radq.guides.dexperts import DExpertsGuide
+    from radq.guides.gedi import GeDiGuide
     from radq.guides.meter import Meter
+    from radq.guides.reward import RewardGuide
     from radq.guides.spec import load_guide
     from radq.hosts.transformers import GuidedLogitsProcessor
     from radq.models.config import RewardModelConfig
@@ -45,10 +48,10 @@ _HOME = {
     "Steering": "radq.decoding.config",
     "RadqError": "radq.errors",
     "train_experts": "radq.training.experts",
-    "DExpertsGuide": "radq.guides",
-    "GeDiGuide": "radq.guides",
-    "Guide": "radq.guides",
-    "RewardGuide": "radq.guides",
+    "DExpertsGuide": "radq.guides.dexperts",
+    "GeDiGuide": "radq.guides.gedi",
+    "Guide": "radq.guides.base",
+    "RewardGuide": "radq.guides.reward",
     "GuidedLogitsProcessor": "radq.hosts.transformers",
     "load": "radq.models.loading",
     "load_guide": "radq.guides.spec",

@@ -13,8 +13,9 @@ from radq.benchmark.guides import (
     make_random_lm,
 )
 from radq.decoding.generate import Generation, generate
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
 from radq.guides.meter import Meter
+from radq.guides.reward import RewardGuide
 
 K = 5
 PROMPTS = [[5, 9, 7], [30]]

@@ -14,7 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.decoding.best_of_n import best_of_n, score_texts
 from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering
-from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
+from radq.guides.base import Guide
+from radq.guides.dexperts import DExpertsGuide
+from radq.guides.gedi import GeDiGuide
+from radq.guides.reward import RewardGuide
 from radq.hosts.batching import Steerer
 from radq.hosts.follower import HostRequest
 from radq.hosts.transformers import GuidedLogitsProcessor

@@ -13,8 +13,7 @@ from torch import nn
 
 from radq.decoding.capture import Captures, is_watched
 from radq.decoding.engine import Engine
-from radq.guides import Guide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, Guide
 from radq.guides.meter import Meter
 
 

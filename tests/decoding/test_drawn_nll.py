@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from radq.decoding.generate import Generation, generate
 from radq.evaluation.metrics import ScoredTexts, measure
-from radq.guides import GeDiGuide, RewardGuide
+from radq.guides.gedi import GeDiGuide
+from radq.guides.reward import RewardGuide
 
 TOKENIZER = make_number_tokenizer()
 PROMPTS = ["5 9 3 12 30", "11", ""]

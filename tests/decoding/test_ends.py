@@ -17,8 +17,9 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.decoding.generate import stream
 from radq.decoding.steering import RowSettings, propose
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
 from radq.guides.gedi import filter_candidates
+from radq.guides.reward import RewardGuide
 from radq.hosts.transformers import GuidedLogitsProcessor
 
 TOKENIZER = make_number_tokenizer()

@@ -21,7 +21,8 @@ from radq.decoding.decoder import Decoder
 from radq.decoding.engine import Engine
 from radq.decoding.request import Request, Ticket
 from radq.errors import MemoryLimitError, RewardValueError
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
+from radq.guides.reward import RewardGuide
 from radq.models.prefill import Prefill
 from radq.models.slots import takes_slots
 

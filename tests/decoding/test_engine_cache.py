@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from radq import generate
 from radq.decoding.capture import describe
 from radq.decoding.engine import KEPT, MOST_KEPT, Engine, keep_engine, take_engine
-from radq.guides import RewardGuide
 from radq.guides.meter import Meter
+from radq.guides.reward import RewardGuide
 
 
 def change_weights(lm: Any) -> None:

@@ -33,7 +33,7 @@ from radq.decoding.steering import (
 from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError, OptionError, RewardValueError, VocabularyError
 from radq.evaluation.perplexity import measure_likelihoods
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models.kinds import RadQ
 from radq.models.reward import RewardModel
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.decoding.engine import Engine
 from radq.decoding.guide_rows import fill_gaps
-from radq.guides import Guide, RewardGuide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, Guide
+from radq.guides.reward import RewardGuide
 
 SETS = [own for size in range(4) for own in combinations(range(3), size)]  # 8 sets of three guides
 

@@ -10,7 +10,7 @@ from families import EOS, VOCAB, make_lm, make_readout, make_reward
 from radq.decoding import prompt_scores
 from radq.decoding.config import Steering
 from radq.decoding.prompt_scores import PromptScores
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 
 WEIGHTS = {"nice": 4.0, "rude": -6.0}
 PROMPTS = [[5, 9, 3, 12, 30, 7], [11], [6, 6, 31, 14, 3, 8, 20, EOS, 21], [9, 4]]

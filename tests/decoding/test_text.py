@@ -18,7 +18,7 @@ from radq.decoding.config import Steering
 from radq.decoding.generate import astream_text, generate, stream_text
 from radq.decoding.text import GrowingText, decode_texts, encode_prompts
 from radq.errors import OptionError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 
 TOKENIZER = make_number_tokenizer()
 

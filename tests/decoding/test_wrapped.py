@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Llama4TextConfig, MarianConfig, O
 
 from radq.decoding.generate import generate
 from radq.errors import ContextLengthError, ModelError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models import kv_cache
 from radq.models.kinds import RadQ
 from radq.models.loading import max_positions

@@ -21,8 +21,10 @@ from radq import numerics
 from radq.decoding.generate import generate, stream
 from radq.decoding.steering import Steering, kl_divergence
 from radq.errors import ContextLengthError, ModelError, OptionError, VocabularyError
-from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
-from radq.guides.gedi import filter_candidates
+from radq.guides.base import Guide
+from radq.guides.dexperts import DExpertsGuide
+from radq.guides.gedi import GeDiGuide, filter_candidates
+from radq.guides.reward import RewardGuide
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models import kv_cache
 
@@ -162,7 +164,7 @@ def test_gedi_reads_prompts_in_parts_where_their_logits_are_many(family: str, mo
     candidates = torch.cat([CANDIDATES, CANDIDATES[:1]])
     with count_forwards(guide) as forwards:
         state = guide.start(*padded(texts))
-    assert forwards == [5]  # ten rows of nine columns, two at a time
+    assert forwards == [9]  # ten rows of nine columns, a column at a time
     check(guide, state, texts, candidates)
     state = guide.advance(state, torch.tensor([4, 36, 7, 31, 9]))
     texts = [[*text, token] for text, token in zip(texts, [4, 36, 7, 31, 9], strict=True)]

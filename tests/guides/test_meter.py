@@ -8,8 +8,9 @@ from baselines import make_guide
 from families import VOCAB, make_lm, make_number_tokenizer, make_reward
 
 from radq.decoding.generate import generate
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
 from radq.guides.meter import Meter
+from radq.guides.reward import RewardGuide
 
 TOKENIZER = make_number_tokenizer()
 K = 7

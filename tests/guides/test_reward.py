@@ -9,7 +9,7 @@ from families import VOCAB, make_reward
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from radq.errors import ContextLengthError, OptionError, UnknownAttributeError, VocabularyError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models.kinds import RadQ
 from radq.toy import make_tokenizer
 

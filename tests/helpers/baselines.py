@@ -7,7 +7,9 @@ import torch
 from families import make_lm
 from transformers import PreTrainedModel
 
-from radq.guides import DExpertsGuide, GeDiGuide, Guide
+from radq.guides.base import Guide
+from radq.guides.dexperts import DExpertsGuide
+from radq.guides.gedi import GeDiGuide
 
 CODES = ([20, 21], [22])  # of different lengths
 

@@ -9,7 +9,8 @@ from families import EOS, VOCAB, make_reward
 
 from radq.decoding.config import Steering
 from radq.decoding.request import Request
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
+from radq.guides.reward import RewardGuide
 
 STEERINGS = [
     Steering(top_k=5),

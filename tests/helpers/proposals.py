@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from radq.decoding.steering import Proposal, RowSettings, Steering, propose
-from radq.guides import Guide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, Guide
 from radq.models.reading import Reader
 
 

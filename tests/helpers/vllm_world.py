@@ -9,7 +9,7 @@ from families import BOS, EOS, VOCAB, make_number_tokenizer, make_reward
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from radq.decoding.generate import generate
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.guides.spec import GuideSpec, load_guides
 from radq.models.kinds import RadQ
 from radq.models.loading import load_causal_lm

@@ -11,7 +11,7 @@ from vllm_world import PROMPTS, TOKENIZER, World, make_readout
 
 from radq.decoding.config import Steering
 from radq.errors import DataError, ModelError, OptionError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts import base_states
 from radq.hosts.base_states import WANTED, ShownFollower, reads_shown, show_layers, take_states

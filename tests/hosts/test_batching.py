@@ -19,9 +19,9 @@ from torch import Tensor
 
 from radq.decoding.steering import Proposal, RowSettings, Steering, propose
 from radq.errors import OptionError
-from radq.guides import Guide, RewardGuide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, Guide
 from radq.guides.meter import Meter
+from radq.guides.reward import RewardGuide
 from radq.hosts.batching import Steerer
 from radq.hosts.details import RecordedRow
 from radq.hosts.drafts import DraftRequest, Drafts, DraftSteerer, check_drafts

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from radq.decoding.config import Steering
 from radq.errors import OptionError, UnknownAttributeError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.hosts.guidance import read_guidance
 from radq.registry.config import ServeConfig
 from radq.registry.loaded_guides import LoadedGuides

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LogitsProcessor, PreT
 
 from radq.decoding.generate import generate
 from radq.errors import OptionError, RewardValueError, VocabularyError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.hosts.transformers import GuidedLogitsProcessor, _plan_update
 from radq.models.reward import RewardModel
 

@@ -86,7 +86,7 @@ def test_joined_prefixes_equal_recomputing(backbone: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def test_fork_select_and_crop_equal_recomputing(backbone: PreTrainedModel) -> None:
+def test_select_and_crop_equal_recomputing(backbone: PreTrainedModel) -> None:
     rows = texts()
     _, prefix = kv_cache.start(backbone, *left_padded(rows))
     new = torch.tensor([[7], [8]])
@@ -94,7 +94,7 @@ def test_fork_select_and_crop_equal_recomputing(backbone: PreTrainedModel) -> No
     output, _ = kv_cache.extend(backbone, prefix.select(torch.tensor([2, 0])), new)
     check(output.last_hidden_state[:, -1], backbone, [[*rows[2], 7], [*rows[0], 8]])
 
-    output, _ = kv_cache.extend(backbone, prefix.fork(2), new.repeat(3, 1))
+    output, _ = kv_cache.extend(backbone, prefix.select(torch.tensor([0, 0, 1, 1, 2, 2])), new.repeat(3, 1))
     check(output.last_hidden_state[:, -1], backbone, [[*row, token] for row in rows for token in (7, 8)])
 
     output, _ = kv_cache.extend(backbone, prefix.crop(2), torch.full((3, 1), 7))
@@ -116,12 +116,12 @@ def test_siblings_equal_separate_forwards_and_the_chosen_one_stays(backbone: Pre
             check(siblings.hidden[:, column], backbone, longer)
         choice = torch.tensor([3, 0, 2])
         chosen = [[*row, int(candidates[i, choice[i]])] for i, row in enumerate(rows)]
-        output, _ = kv_cache.extend(backbone, siblings.choose(prefix, choice), torch.full((3, 1), 12))
+        output, _ = kv_cache.extend(backbone, siblings.choose(prefix, choice)[0], torch.full((3, 1), 12))
         check(output.last_hidden_state[:, -1], backbone, [[*row, 12] for row in chosen])
 
         kept = torch.tensor([2, 1])
         output, _ = kv_cache.extend(
-            backbone, siblings.select(kept).choose(prefix.select(kept), choice[kept]), torch.full((2, 1), 12)
+            backbone, siblings.select(kept).choose(prefix.select(kept), choice[kept])[0], torch.full((2, 1), 12)
         )
         check(output.last_hidden_state[:, -1], backbone, [[*chosen[i], 12] for i in (2, 1)])
 

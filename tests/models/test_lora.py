@@ -9,7 +9,7 @@ from families import make_reward
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models.kinds import RadQ, RadV
 from radq.models.lora import AdaptedLinear, add_adapters
 

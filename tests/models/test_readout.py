@@ -21,7 +21,7 @@ from radq.decoding.decoder import Decoder
 from radq.decoding.engine import Engine
 from radq.decoding.request import Request
 from radq.errors import ModelError, OptionError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts.transformers import GuidedLogitsProcessor
 from radq.models.loading import find_backbone, load_causal_lm

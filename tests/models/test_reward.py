@@ -452,7 +452,7 @@ def test_bad_attributes(attributes: Any, lm_folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_longer_than_the_context(kind: str, lm_folders: dict[str, Path]) -> None:
     model = make_reward(kind, lm_folders["gpt2"])
-    assert model.max_tokens == 63
+    assert model.reader.context == 63
     full = torch.full((1, 63), 5)
     assert model.token_rewards(full).shape == (1, 63, 2)
     with pytest.raises(ContextLengthError, match="64 tokens and the 1 before them.*64"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models import reading
 from radq.models.reading import Reader, ValueReading
 from radq.models.slots import SlotReading, settle, takes_slots

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from radq import generate
 from radq.decoding.generate import Generation
 from radq.errors import ModelError, OptionError
-from radq.guides import RewardGuide
 from radq.guides.meter import Meter
+from radq.guides.reward import RewardGuide
 from radq.guides.spec import load_guide
 from radq.hosts.base_states import reads_shown
 from radq.hosts.transformers import GuidedLogitsProcessor

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from radq.decoding.config import DEFAULT_KL_BUDGET
 from radq.decoding.generate import generate
 from radq.errors import ModelError, UnknownAttributeError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.guides.spec import load_guide
 from radq.models.calibration import shipped_calibrations, shipped_strengths
 from radq.models.loading import load, load_causal_lm, load_config

@@ -25,7 +25,8 @@ from radq.cli import main
 from radq.data.dataset import GlobalBatches, load_data
 from radq.data.examples import DataColumns
 from radq.errors import OptionError, StoppedError
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
+from radq.guides.reward import RewardGuide
 from radq.models import kinds, kv_cache
 from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from radq.cli import main
 from radq.decoding.generate import generate
 from radq.errors import DataError, MemoryLimitError, OptionError, WriteError
-from radq.guides import DExpertsGuide, GeDiGuide
 from radq.guides.base import Prompts
+from radq.guides.dexperts import DExpertsGuide
+from radq.guides.gedi import GeDiGuide
 from radq.guides.spec import GuideSpec, guide_maker, load_guide, load_guides
 from radq.models.kinds import RadQ
 from radq.models.prefill import finish

@@ -14,7 +14,7 @@ from training_runs import changed, losses, run_in_two_processes, weights
 
 from radq.cli import main
 from radq.errors import DataError, ModelError, OptionError, VocabularyError
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models.kinds import RadQ, RadV
 from radq.models.reward import RewardModel
 from radq.settings import read_yaml

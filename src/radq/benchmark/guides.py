@@ -27,8 +27,10 @@ from transformers import (
 )
 
 from radq.benchmark.config import SHAPES, BenchConfig, Shape, kind_of
-from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, Guide
+from radq.guides.dexperts import DExpertsGuide
+from radq.guides.gedi import GeDiGuide
+from radq.guides.reward import RewardGuide
 from radq.models.config import RewardModelConfig
 from radq.models.loading import load, truncate
 from radq.models.reading import Reader, Reading

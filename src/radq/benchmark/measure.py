@@ -30,7 +30,7 @@ from radq.decoding.request import Request
 from radq.decoding.text import encode_prompts
 from radq.errors import MemoryLimitError
 from radq.files import atomic_folder
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.loading import num_logits
 from radq.numerics import empty_cache, require_memory_for_texts
 from radq.report.plots import Plot

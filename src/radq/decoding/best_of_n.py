@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from radq.decoding.config import check_counts
 from radq.decoding.generate import Generation, check_guide, generate
 from radq.decoding.text import encode_prompts
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.models.loading import Wrappable
 from radq.models.reward import RewardModel
 from radq.numerics import in_smaller_batches, leave_out_unknown, pad_left, take_last
@@ -80,7 +80,7 @@ def score_texts(
 
     def score(size: int) -> Float[Tensor, " size"]:
         padded = pad_left(texts[first : first + size], device=model.device)
-        input_ids, attention_mask = leave_out_unknown(*padded, model.num_known)
+        input_ids, attention_mask = leave_out_unknown(*padded, model.vocabulary.num_known)
         rewards = model.token_rewards(input_ids, attention_mask)  # (texts, t, a)
         return take_last(rewards, attention_mask)[:, columns].double().cpu() @ strengths
 

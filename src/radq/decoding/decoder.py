@@ -24,8 +24,7 @@ from radq.decoding.config import Steering
 from radq.decoding.guide_rows import Advisers, GuideRows, Started, TextStates, count_siblings, list_columns
 from radq.decoding.request import Request
 from radq.decoding.steering import Plan, Proposal, RowSettings, choose, propose
-from radq.guides import Guide, SumGuide
-from radq.guides.base import State
+from radq.guides.base import Guide, State, SumGuide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prefill import MOST_TOKENS, InTurns, PromptGraphs, Turn, finish
 from radq.models.reading import Reader, Reading

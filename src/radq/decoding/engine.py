@@ -31,7 +31,7 @@ from radq.decoding.decoder import Decoder, Drawn, Read
 from radq.decoding.guide_rows import fill_gaps
 from radq.decoding.request import FinishReason, Processor, Request, Ticket
 from radq.errors import MemoryLimitError
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.loading import Wrappable, evaluating
 from radq.models.prefill import Prefill
 from radq.numerics import at_least_float32, available_memory, empty_cache

@@ -34,7 +34,7 @@ from radq.decoding.request import Processor, Request, Ticket
 from radq.decoding.steering import Proposal, check_width, not_finite
 from radq.decoding.text import UNFINISHED, GrowingText, Prompt, decode_texts, encode_prompts, find_stops
 from radq.errors import OptionError
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.numerics import Tokens, collecting_later
 from radq.settings import renamed

@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from radq.guides import Guide
-from radq.guides.base import Advice, BaseStates, Prompts, State, add_advices, leave_out, list_readings
+from radq.guides.base import Advice, BaseStates, Guide, Prompts, State, add_advices, leave_out, list_readings
 from radq.models.kinds import SIBLINGS_PER_FORWARD
 from radq.models.prefill import InTurns, Turn
 from radq.models.reading import Reader, Reading

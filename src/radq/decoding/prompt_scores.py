@@ -22,7 +22,7 @@ from torch import Tensor
 from radq.decoding.config import Steering
 from radq.decoding.decoder import Decoder
 from radq.decoding.request import Request
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models import kv_cache
 from radq.models.loading import Wrappable, evaluating
 from radq.numerics import at_least_float32, pad_right

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.decoding.steering import not_finite
-from radq.guides import Guide
+from radq.guides.base import Guide
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 Processor = Callable[..., Tensor]  # (token ids of texts, logits) → logits

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from radq.decoding.config import Steering
 from radq.errors import OptionError, RewardValueError
-from radq.guides import Guide
-from radq.guides.base import Adviser, State
+from radq.guides.base import Adviser, Guide, State
 from radq.numerics import Candidates, Strengths, Tokens, at_least_float32, constant
 
 OCTAVES = 32  # below 1, in which the scale of a shift is looked for; a smaller one is 0

@@ -28,7 +28,7 @@ from radq.evaluation.estimates import Sums
 from radq.evaluation.perplexity import encode_pairs
 from radq.evaluation.sweep.config import find_changes
 from radq.files import append_lines, drop_partial_last_line, explained_writing, read_lines
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.loading import Wrappable
 from radq.numerics import pad_left, same_kernels
 

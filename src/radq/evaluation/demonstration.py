@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.decoding.generate import Generation, generate
 from radq.decoding.text import encode_prompts
-from radq.guides import RewardGuide
+from radq.guides.reward import RewardGuide
 from radq.judges.base import Judge
 from radq.judges.models import LinearJudge
 from radq.judges.readers import load_encoder

@@ -55,7 +55,7 @@ def score_table(
     """Score all texts of a file. `scales` say how its labels become numbers; None leaves this to the labels."""
     if model.tokenizer is None:
         raise ModelError("the reward model has no tokenizer.", "copy the tokenizer files of its backbone into it.")
-    max_length = min(max_length, model.max_tokens or max_length)
+    max_length = min(max_length, model.reader.context or max_length)
     with tempfile.TemporaryDirectory() as cache:
         data = load_data([source], model.tokenizer, columns, max_length, cache, progress, scales)
         with_tokens = data.labels[data.lengths > data.prompt_lengths]

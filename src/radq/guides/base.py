@@ -25,10 +25,11 @@ from transformers import PreTrainedTokenizerBase
 
 from radq.models.loading import Wrappable
 from radq.models.prefill import InTurns, Turn, finish
-from radq.models.reading import Reader, Reading
+from radq.models.reading import Reader, Reading, State
+from radq.models.vocabulary import find_special_tokens
 from radq.numerics import Candidates, PlacedCandidates, Positions, Strengths, Texts, Tokens
 
-T = TypeVar("T")
+S = TypeVar("S", bound=State)
 
 
 @dataclass(frozen=True)
@@ -50,34 +51,6 @@ class Prompts:
     # Given by a host that runs the base model. It keeps the outputs of the layers that the readers of the guide name by
     # their `layers`, so that a guide need not run the base model a second time.
     base: BaseStates | None = None
-
-
-@runtime_checkable
-class State(Protocol):
-    """The state of a guide after a batch of texts: a `Reading`, several of them, or whatever else a guide keeps.
-
-    All methods return the state to go on from. Readings in slots are changed in place.
-    """
-
-    def select(self: T, texts: Int[Tensor, " r"]) -> T:
-        """Return the given texts, in that order and maybe several times: samples, beams and finished rows need it."""
-        ...
-
-    @staticmethod
-    def join(states: Sequence[Any]) -> Any:
-        """Join the rows of several states to one batch, in that order, as requests need that come while others run."""
-        ...
-
-    def rewind(self: T, n: int) -> T:
-        """Return the state before the last n tokens of every row, all of which the guide knows."""
-        ...
-
-    def map_readings(self, change: Callable[[Reading], Reading]) -> "State":
-        """Return the state with other readings: `change` is called for the reading of each transformer."""
-        ...
-
-
-S = TypeVar("S", bound=State)
 
 
 @dataclass(frozen=True)
@@ -156,7 +129,8 @@ class Guide(ABC, Generic[S]):
     @property
     def special_tokens(self) -> set[int]:
         """The ids that mark beginnings, ends and padding. By these, a host without a mask finds padding in texts."""
-        return {token for reader in self.readers for token in reader.special_tokens}
+        found = (find_special_tokens(reader.model.config, reader.tokenizer) for reader in self.readers)
+        return set().union(*found)
 
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         """Raise if the base model's token ids mean something else than the guide's."""

@@ -7,10 +7,9 @@ Axes: b batch, t time, n columns that are read, p places, k candidates; rows are
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -43,8 +42,7 @@ from radq.numerics import (
 from radq.sources.model_source import ModelSource
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """The answers of a language model at some places of texts, about candidates for the token that comes there."""
 
     logits: Float[Tensor, "rows p k"]  # as those of `candidate_logits`
@@ -73,20 +71,13 @@ class Expert:
 
     def read(self, prompts: Prompts) -> InTurns[ValueReading]:
         """The state after a batch of texts: for each text one row for each code, side by side."""
-        return self.reader.read_in_turns(
-            *self._put_codes_before(prompts.input_ids, prompts.attention_mask), prompts.turn
-        )
+        batch = self._put_codes_before(prompts.input_ids, prompts.attention_mask)
+        return self.reader.read_in_turns(*batch, prompts.turn)
 
-    def read_scored(self, prompts: Prompts) -> InTurns[tuple[ValueReading, Float[Tensor, "rows n"]]]:
-        """The same, and the log-probability of every token that was read; 0 in the first column."""
-        rows, mask = self._put_codes_before(prompts.input_ids, prompts.attention_mask)
-        size = self._rows_per_forward(rows.shape[1]) if kv_cache.takes_padding(self.lm) else len(rows)
-        readings, scores = [], []
-        for part in zip(rows.split(size), mask.split(size), strict=True):
-            reading, logits = yield from self.reader.read_everywhere(*part, prompts.turn)
-            readings.append(reading)
-            scores.append(_score_tokens(logits, log_normaliser(logits), part[0]))
-        return readings[0] if len(readings) == 1 else ValueReading.join(readings), torch.cat(scores)
+    def read_scored(self, prompts: Prompts) -> InTurns[tuple[ValueReading, Float[Tensor, "rows n"], object]]:
+        """The same, and the log-probability of every token that was read but the first."""
+        batch = self._put_codes_before(prompts.input_ids, prompts.attention_mask)
+        return self.reader.read_scored(*batch, prompts.turn)
 
     @torch.no_grad()
     def read_places(
@@ -96,17 +87,18 @@ class Expert:
 
         A model that takes no padding reads one text at a time.
         """
-        rows = self._rows_per_forward(input_ids.shape[1] + self.reader.overhead)
+        columns = input_ids.shape[1] + self.reader.overhead
+        rows = texts_per_forward(columns * self.reader.vocabulary.size, self.reader.device)
         size = max(1, rows // len(self.codes)) if kv_cache.takes_padding(self.lm) else 1
         batch = (input_ids, attention_mask, places, candidates)
         parts = [self._read_some_places(*part) for part in zip(*(values.split(size) for values in batch), strict=True)]
-        return Places(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Places)))
+        return Places(*map(torch.cat, zip(*parts, strict=True)))
 
     def _read_some_places(
         self, input_ids: Texts, attention_mask: Texts, places: Positions, candidates: PlacedCandidates
     ) -> Places:
         rows, mask = self._put_codes_before(input_ids, attention_mask)
-        _, logits = finish(self.reader.read_everywhere(rows, mask, Turn()))  # (rows, n, v)
+        logits = finish(self.reader.read_everywhere(rows, mask, Turn()))  # (rows, n, v)
         normaliser = log_normaliser(logits)  # (rows, n, 1)
         totals = _score_tokens(logits, normaliser, rows).cumsum(1)  # (rows, n)
         read = self._choose_tokens(input_ids, attention_mask)[1].cumsum(1)  # (b, t)
@@ -122,9 +114,6 @@ class Expert:
         said = at_least_float32(logits[row, columns[..., None], candidates * known])  # (rows, p, k)
         scores = totals.gather(1, columns) - totals.gather(1, start)
         return Places(torch.where(known, said, normaliser), normaliser, scores[..., None], before[..., None])
-
-    def _rows_per_forward(self, num_columns: int) -> int:
-        return texts_per_forward(num_columns * num_logits(self.lm), self.reader.device)
 
     def _put_codes_before(
         self, input_ids: Texts, attention_mask: Texts | None
@@ -211,10 +200,10 @@ class DExpertsGuide(Guide[States[Reading]]):
         if not math.isfinite(alpha):
             raise OptionError(f"alpha must be a finite number, got {alpha}.", "give another alpha.")
         self.expert, self.anti_expert = Expert(expert, tokenizer), Expert(anti_expert, tokenizer)
-        sizes = [reader.vocabulary.size for reader in self.readers]
-        if self.readers[0].vocabulary != self.readers[1].vocabulary:
+        first, second = (reader.vocabulary for reader in self.readers)
+        if first != second:
             raise VocabularyError(
-                f"the expert has {sizes[0]} tokens, the anti-expert {sizes[1]}.", "train both from one backbone."
+                f"the expert has {first.size} tokens, the anti-expert {second.size}.", "train both from one backbone."
             )
         self.beta = (alpha,)
 

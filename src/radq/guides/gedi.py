@@ -95,7 +95,7 @@ class GeDiGuide(Guide[Reading]):
         return [self.expert.reader]
 
     def start_in_turns(self, prompts: Prompts) -> InTurns[Reading]:
-        reading, scores = yield from self.expert.read_scored(prompts)
+        reading, scores, _ = yield from self.expert.read_scored(prompts)
         heads = [1 + len(code) for code in self.expert.codes] * len(prompts.input_ids)
         lengths = reading.prefix.attention_mask.sum(1) - scores.new_tensor(heads).long()  # (2b,)
         columns = torch.arange(scores.shape[1], 0, -1, device=scores.device)  # how far from the end

@@ -9,8 +9,9 @@ RAD-V's candidates count, and so do both classes of GeDi. Reading the prompts is
 is never read, so in a short text the numbers per token are a little lower than those of a step.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from jaxtyping import Int
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from radq.guides.base import Advice, Guide, Prompts, State
 from radq.models.loading import Wrappable
-from radq.models.prefill import InTurns, surround
+from radq.models.prefill import InTurns
 from radq.models.reading import Reader
 from radq.numerics import Candidates, Strengths, Tokens
 
@@ -39,11 +40,47 @@ class TokenCount:
             self.tokens = input_ids.numel() + self.tokens
 
 
-class Meter(Guide[State]):
-    """A guide that does what another does, and counts while its `with` block lasts."""
+class WatchedGuide(Guide[State]):
+    """A guide that does what another does, each call of it inside a `watch`, such as one that measures the time."""
 
     def __init__(self, guide: Guide):
         self.guide, self.beta, self.capturable = guide, guide.beta, guide.capturable
+
+    @abstractmethod
+    def watch(self, of_prompts: bool = False) -> AbstractContextManager[None]:
+        """A block in which the other guide reads prompts, or scores candidates, or reads a token."""
+
+    @property
+    def readers(self) -> Sequence[Reader]:
+        return self.guide.readers
+
+    def check_base(self, lm: Wrappable) -> None:
+        self.guide.check_base(lm)
+
+    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
+        work = self.guide.start_in_turns(prompts)
+        while True:
+            with self.watch(of_prompts=True):
+                try:
+                    next(work)
+                except StopIteration as end:
+                    return end.value
+            yield
+
+    def advise(self, state: State, candidates: Candidates, beta: Strengths | None = None) -> Advice:
+        with self.watch():
+            return self.guide.advise(state, candidates, beta)
+
+    def advance(self, state: State, tokens: Tokens) -> State:
+        with self.watch():
+            return self.guide.advance(state, tokens)
+
+
+class Meter(WatchedGuide):
+    """A guide that does what another does, and counts while its `with` block lasts."""
+
+    def __init__(self, guide: Guide):
+        super().__init__(guide)
         self.steps = 0  # how often candidates were scored, for a batch of texts
         self.tokens = 0  # for how many texts in all: the number of tokens that were generated
         self.prompts, self.continuations = TokenCount(), TokenCount()
@@ -74,19 +111,9 @@ class Meter(Guide[State]):
         if self._count is not None:  # else the base model runs for itself, whose weights a guide may share
             self._count.add(kwargs["input_ids"], kwargs.get("attention_mask"))
 
-    @property
-    def readers(self) -> Sequence[Reader]:
-        return self.guide.readers
-
-    def check_base(self, lm: Wrappable) -> None:
-        self.guide.check_base(lm)
-
-    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
-        return surround(self.guide.start_in_turns(prompts), lambda: self._counting(self.prompts))
-
     @contextmanager
-    def _counting(self, count: TokenCount) -> Iterator[None]:
-        self._count = count
+    def watch(self, of_prompts: bool = False) -> Iterator[None]:
+        self._count = self.prompts if of_prompts else self.continuations
         try:
             yield
         finally:
@@ -95,12 +122,7 @@ class Meter(Guide[State]):
     def advise(self, state: State, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         self.steps += 1
         self.tokens += len(candidates)
-        with self._counting(self.continuations):
-            return self.guide.advise(state, candidates, beta)
-
-    def advance(self, state: State, tokens: Tokens) -> State:
-        with self._counting(self.continuations):
-            return self.guide.advance(state, tokens)
+        return super().advise(state, candidates, beta)
 
     # --- steps that are repeated without Python, so that no hook is called ---
 

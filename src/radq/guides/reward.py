@@ -68,7 +68,7 @@ class RewardGuide(Guide[Reading]):
         layers, device, base = self.model.reader.base_layers, self.model.device, prompts.base
         if base is not None and layers:
             self.model.notice_changes()
-            all_known = base.num_tokens <= self.model.num_known
+            all_known = base.num_tokens <= self.model.vocabulary.num_known
             return OutputReading(self.model.reader, partial(base.take, layers), all_known=all_known)
         mask = None if prompts.attention_mask is None else prompts.attention_mask.to(device)
         return (yield from self.model.read_in_turns(prompts.input_ids.to(device), mask, prompts.turn))

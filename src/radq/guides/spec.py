@@ -81,13 +81,8 @@ class GuideSpec:
     @property
     def fingerprint(self) -> str:
         """Tells guides apart by the content of their models; attributes say which of the embedded ones are meant."""
-        if self.folder == EMBEDDED:
-            parts = [f"{EMBEDDED}:{name}" for name in sorted(self.settings)]
-        elif holds_experts(self.folder):
-            parts = [str(Path(self.folder) / name) for name in (EXPERT, ANTI_EXPERT)]
-        else:
-            parts = [self.folder]
-        return fingerprint_values(*(ModelSource.find(part).fingerprint for part in parts))
+        models = self.kind.models(self.folder, sorted(self.settings))
+        return fingerprint_values(*(ModelSource.find(model).fingerprint for model in models))
 
 
 def _read_setting(
@@ -187,6 +182,10 @@ def find_kind(folder: str) -> "GuideKind":
 # --- kinds of guides ---
 
 
+def _list_reward_models(folder: str, names: Sequence[str]) -> dict[str, Sequence[str]]:
+    return {f"{EMBEDDED}:{name}": [name] for name in names} if folder == EMBEDDED else {folder: names}
+
+
 def _load_reward(folder: str, device: str, dtype: str, clamp: bool, lm: object) -> MakeGuide:
     """Load a reward model; of the embedded ones, each when it is first asked for."""
     from radq.guides.reward import RewardGuide
@@ -197,10 +196,9 @@ def _load_reward(folder: str, device: str, dtype: str, clamp: bool, lm: object) 
         return RewardModel.from_pretrained(name, device, lm=lm, dtype=dtype)
 
     def make(beta: Numbers) -> "Guide":
-        if folder != EMBEDDED:
-            return RewardGuide(load(folder), beta, clamp)
+        models = _list_reward_models(folder, [*beta]).items()
         guides: list[Guide] = [
-            RewardGuide(load(f"{EMBEDDED}:{name}"), {name: number}, clamp) for name, number in beta.items()
+            RewardGuide(load(model), {name: beta[name] for name in names}, clamp) for model, names in models
         ]
         return reduce(add, guides)
 
@@ -217,49 +215,52 @@ def _load_experts(folder: str, device: str, dtype: str, clamp: bool, lm: object)
     return lambda numbers: make(**numbers)
 
 
-def _check_embedded(folder: str, numbers: Numbers) -> None:
-    for name in numbers:
-        check_reward_model(f"{EMBEDDED}:{name}", [name])
-    check_language_model(EMBEDDED)  # the backbone of these reward models
-
-
-def _check_dexperts(folder: str, numbers: Numbers) -> None:
-    _check_names(folder, numbers, "alpha")
-    for name in (EXPERT, ANTI_EXPERT):
-        check_language_model(Path(folder) / name)
-
-
-def _check_gedi(folder: str, numbers: Numbers) -> None:
-    _check_names(folder, numbers, "omega", GUIDES["gedi"].options)
-    check_language_model(folder)
-
-
-def _check_names(folder: str, numbers: Numbers, strength: str, options: Sequence[str] = ()) -> None:
-    for name in numbers:
-        if name not in (strength, *options):
-            raise OptionError(f"{folder!r} has no option {name!r}.", f"it has {', '.join((strength, *options))}.")
-    if strength not in numbers:
-        raise OptionError(f"the guide {folder!r} is given no {strength}.", f"write it as DIR:{strength}=NUMBER.")
-
-
 @dataclass(frozen=True)
 class GuideKind:
     """A kind of guides that lie in folders."""
 
     holds: Callable[[str], bool]  # whether a folder, or name of one, holds a guide of this kind
-    # Refuses a folder with models that cannot be loaded, or numbers that the guide does not have, by config.json alone.
-    check: Callable[[str, Numbers], None]
+    # From a folder and the names of numbers to the models of the guide, and the attributes that each of them must have.
+    models: Callable[[str, Sequence[str]], Mapping[str, Sequence[str]]]
     # Loads its models from (folder, device, dtype, clamp, lm) and returns a function from numbers to guides.
     load: Callable[[str, str, str, bool, object], MakeGuide]
+    strength: str | None = None  # the name of the strength of experts; reward models have their attributes
     options: tuple[str, ...] = ()  # numbers that are no strengths, set once by whoever sets the guide up
+
+    def check(self, folder: str, numbers: Numbers) -> None:
+        """Refuse models that cannot be loaded, or numbers that the guide does not have, by config.json alone."""
+        if self.strength is not None:
+            known = (self.strength, *self.options)
+            for name in numbers:
+                if name not in known:
+                    raise OptionError(f"{folder!r} has no option {name!r}.", f"it has {', '.join(known)}.")
+            if self.strength not in numbers:
+                hint = f"write it as DIR:{self.strength}=NUMBER."
+                raise OptionError(f"the guide {folder!r} is given no {self.strength}.", hint)
+        for model, attributes in self.models(folder, [*numbers]).items():
+            if self.strength is None:
+                check_reward_model(model, attributes)
+            else:
+                check_language_model(model)
+        if folder == EMBEDDED:
+            check_language_model(EMBEDDED)  # the backbone of these reward models
 
 
 GUIDES = {  # the first kind that a folder holds is taken
-    "embedded": GuideKind(lambda folder: folder == EMBEDDED, _check_embedded, _load_reward),
-    "dexperts": GuideKind(holds_experts, _check_dexperts, _load_experts),
-    "gedi": GuideKind(
-        lambda folder: read_codes(folder) is not None, _check_gedi, _load_experts, ("filter_p", "target_p", "prior")
+    "embedded": GuideKind(lambda folder: folder == EMBEDDED, _list_reward_models, _load_reward),
+    "dexperts": GuideKind(
+        holds_experts,
+        lambda folder, _: {str(Path(folder) / name): () for name in (EXPERT, ANTI_EXPERT)},
+        _load_experts,
+        "alpha",
     ),
-    "reward": GuideKind(lambda folder: True, check_reward_model, _load_reward),
+    "gedi": GuideKind(
+        lambda folder: read_codes(folder) is not None,
+        lambda folder, _: {folder: ()},
+        _load_experts,
+        "omega",
+        ("filter_p", "target_p", "prior"),
+    ),
+    "reward": GuideKind(lambda folder: True, _list_reward_models, _load_reward),
 }
 OPTIONS = {name for kind in GUIDES.values() for name in kind.options}  # numbers that are no strengths

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from radq.errors import DataError, ModelError, OptionError, require_package
-from radq.guides import Guide, RewardGuide
-from radq.guides.base import Advice
+from radq.guides.base import Advice, Guide
+from radq.guides.reward import RewardGuide
 from radq.hosts.follower import Follower, GuidedRequest
 from radq.models.loading import hidden_size, load_causal_lm
 from radq.models.reading import OutputReading

@@ -17,8 +17,7 @@ from torch import Tensor
 from radq.decoding.guide_rows import Advisers
 from radq.decoding.steering import RowSettings, propose
 from radq.errors import OptionError
-from radq.guides import Guide
-from radq.guides.base import Advice, list_readings
+from radq.guides.base import Advice, Guide, list_readings
 from radq.hosts.base_states import ShownFollower
 from radq.hosts.batching import Steerer
 from radq.hosts.follower import DeviceRequest, Follower, GuidedRequest

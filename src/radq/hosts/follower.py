@@ -22,8 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from radq.decoding.capture import find_hindrance
 from radq.decoding.guide_rows import TextStates, count_siblings, fill_gaps, spread_advice
 from radq.errors import DataError
-from radq.guides import Guide
-from radq.guides.base import Advice, list_readings
+from radq.guides.base import Advice, Guide, list_readings
 from radq.models.cuda_graph import StepGraphs
 from radq.models.reading import Reader, ValueReading
 from radq.models.slots import plan_bytes, settle

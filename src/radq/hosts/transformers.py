@@ -22,8 +22,7 @@ from radq.decoding.config import DEFAULT_KL_BUDGET, Ends, Steering
 from radq.decoding.steering import RowSettings, propose
 from radq.decoding.text import find_stops
 from radq.errors import OptionError
-from radq.guides import Guide
-from radq.guides.base import BaseStates, Prompts
+from radq.guides.base import BaseStates, Guide, Prompts
 from radq.models.loading import Wrappable, find_backbone, num_logits
 from radq.models.prefill import finish
 from radq.models.readout import join_layers

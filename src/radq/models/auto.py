@@ -23,24 +23,19 @@ NAMES = {  # module of transformers: its table, and the name of our class
 def register_reward_models() -> None:
     """Make `AutoConfig` and `AutoModel` know the model type of radq."""
     if MODEL_CLASSES in sys.modules:  # the tables have been read already
-        _register_classes()
+        from transformers import AutoConfig, AutoModel
+
+        from radq.models.config import RewardModelConfig
+        from radq.models.reward import RewardModel
+
+        AutoConfig.register(MODEL_TYPE, RewardModelConfig, exist_ok=True)
+        AutoModel.register(RewardModelConfig, RewardModel, exist_ok=True)
         return
     sys.modules[f"transformers.models.{MODEL_TYPE}"] = sys.modules["radq"]
     for name in NAMES:
         if name in sys.modules:
             _add_name(sys.modules[name])
-    if not any(isinstance(finder, _TableFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TableFinder())
-
-
-def _register_classes() -> None:
-    from transformers import AutoConfig, AutoModel
-
-    from radq.models.config import RewardModelConfig
-    from radq.models.reward import RewardModel
-
-    AutoConfig.register(MODEL_TYPE, RewardModelConfig, exist_ok=True)
-    AutoModel.register(RewardModelConfig, RewardModel, exist_ok=True)
+    sys.meta_path.insert(0, _TableFinder())
 
 
 def _add_name(module: ModuleType) -> None:
@@ -52,9 +47,7 @@ class _TableFinder(MetaPathFinder):
     """Finds the modules that hold the tables in Python's usual way, and adds the names when they are loaded."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in NAMES:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in NAMES else None
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

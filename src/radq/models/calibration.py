@@ -179,28 +179,22 @@ def find_calibration(
                 f"{calibrations[-1].base!r} are taken. hint: say which base model is steered.",
                 stacklevel=2,
             )
-        return _require_same_weights(calibrations[-1], model, fetch)
-    same = [own for own in calibrations if own.base_fingerprint == _fingerprint_base(base)]
-    if not same:
-        name = str(base)
-        changed = " as it is now" * any(own.base == name for own in calibrations)
+    elif not (same := [own for own in calibrations if own.base_fingerprint == _fingerprint_base(base)]):
+        changed = " as it is now" * any(own.base == str(base) for own in calibrations)
         raise OtherModelError(
             f"{attribute} of {str(folder)!r} is calibrated over {bases}, not over "
-            f"{name or 'this language model'!r}{changed}.",
+            f"{str(base) or 'this language model'!r}{changed}.",
             "measure its strengths there with `radq calibrate`, or give β as a number.",
         )
-    return _require_same_weights(same[-1], model, fetch)
-
-
-def _require_same_weights(calibration: Calibration, place: str | Path, fetch: bool) -> Calibration:
-    """Refuse a calibration if the weights beside it are no longer those that it was measured with."""
-    found = fingerprint_weights_in(ModelSource.find(place).find_file(CALIBRATION, fetch).parent)
-    if None not in (found, calibration.weights) and found != calibration.weights:
+    else:
+        calibrations = same
+    weights = fingerprint_weights_in(ModelSource.find(model).find_file(CALIBRATION, fetch).parent)
+    if None not in (weights, calibrations[-1].weights) and weights != calibrations[-1].weights:
         raise OtherModelError(
-            f"{calibration.attribute} of {str(place)!r} was calibrated with other weights, which have changed since.",
+            f"{attribute} of {str(model)!r} was calibrated with other weights, which have changed since.",
             "measure its strengths again with `radq calibrate`, or give β as a number.",
         )
-    return calibration
+    return calibrations[-1]
 
 
 def _fingerprint_base(name: ModelName) -> str | None:
@@ -241,7 +235,13 @@ def is_strength(value: Any) -> bool:
 def find_setting(value: str, calibration: Calibration | None, what: str) -> Setting:
     """Find the setting of a strength as a user writes it; error messages call the attribute and its model `what`."""
     text = value.strip()
-    strength = NAMED[text] if text in NAMED else _read_percentage(text)
+    try:
+        strength = NAMED.get(text) or float(text.removesuffix("%")) / 100
+    except ValueError:
+        strength = math.nan
+    if not 0 <= strength <= 1:
+        hint = "to steer the other way, give β as a number." if strength < 0 else "write it as 60%."
+        raise OptionError(f"a strength must be from 0% to 100%, got {text[:40]!r}.", hint)
     if calibration is None:
         raise OptionError(
             f"{what} is not calibrated, so it has no strength {text[:40]!r}.",
@@ -257,22 +257,20 @@ def find_strength(
     return find_setting(value, find_calibration(folder, attribute, base, fetch), f"{attribute} of {str(folder)!r}")
 
 
-def _looks_like_share(value: Any) -> bool:
-    """Whether a value is β, and may have been meant as a share of what can be reached; with a sign (+0.6) it is not."""
+def _read_share(value: Any) -> float | None:
+    """Read β that may have been meant as a share of what can be reached; with a sign (+0.6) it is not."""
     if isinstance(value, bool) or (isinstance(value, str) and not re.match(r"[\d.]", value)):
-        return False
+        return None
     try:
-        return 0 < float(value) <= 1
+        return float(value) if 0 < float(value) <= 1 else None
     except (TypeError, ValueError):
-        return False
+        return None
 
 
 def note_share(name: str, value: Any, calibration: Calibration | None) -> str | None:
     """Write a line that names the percentage, if β of a calibrated attribute looks like a share and hardly steers."""
-    if calibration is None or not _looks_like_share(value):
-        return None
-    number = float(value)
-    if abs(calibration.at(number).beta) <= number:
+    number = _read_share(value)
+    if calibration is None or number is None or abs(calibration.at(number).beta) <= number:
         return None
     return f"{name}={value} is β = {number:g}, which is very weak. hint: write {name}={100 * number:g}% for a strength."
 
@@ -282,7 +280,7 @@ def note_number(name: str, value: Any, folder: str | Path, attribute: str) -> st
 
     Any calibration on this machine will do, since nothing is compared or refused.
     """
-    if not _looks_like_share(value):
+    if _read_share(value) is None:
         return None
     try:
         known = read_calibrations(calibrated_folder(folder, attribute), fetch=False)
@@ -290,14 +288,3 @@ def note_number(name: str, value: Any, folder: str | Path, attribute: str) -> st
         return None
     own = (calibration for calibration in reversed(known) if calibration.attribute == attribute)
     return note_share(name, value, next(own, None))
-
-
-def _read_percentage(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / 100
-    except ValueError:
-        share = math.nan
-    if not 0 <= share <= 1:
-        hint = "to steer the other way, give β as a number." if share < 0 else "write it as 60%."
-        raise OptionError(f"a strength must be from 0% to 100%, got {text[:40]!r}.", hint)
-    return share

@@ -1,7 +1,8 @@
 """The configuration of reward models, as config.json stores it."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import field
+from typing import Any, Literal, no_type_check
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -12,50 +13,39 @@ from radq.sources.model_source import Origin
 RANGE_HINT = "give (low, high), or one such pair per attribute, with a low that is not above the high."
 
 
+@no_type_check  # jaxtyping, which checks types in tests, would refuse the other settings of transformers
 class RewardModelConfig(PreTrainedConfig):
     """The configuration of a reward model, stored in config.json."""
 
     model_type = MODEL_TYPE
 
-    def __init__(
-        self,
-        kind: Literal["q", "v"] = "q",  # "q" scores next tokens from the prefix, "v" reads each next token as an input
-        attributes: Sequence[str] = ("reward",),  # names of what the rewards measure, in the order of their last axis
-        head: str = "linear",  # name of the head in `radq.models.heads.HEADS`, for kind "q"
-        backbone: PreTrainedConfig | dict[str, Any] | None = None,  # of the transformer below the head
-        loss: str = "mse",  # of the training; with "ce" the reward is σ of the head's output
-        # Range of the training labels, to which guides clamp rewards: (low, high), or one such pair for each attribute.
-        response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0),
-        # How the labels of each attribute became numbers, see `radq.data.label_scale`; None in older models.
-        label_scales: Sequence[dict[str, Any]] | None = None,
-        prepend_bos: bool = True,  # whether `bos_token_id` stands before every text that does not begin with it
-        bos_token_id: int | None = None,
-        vocabulary: Sequence[Any] | None = None,  # size, number of tokens and fingerprint, see `radq.models.vocabulary`
-        lora_rank: int = 0,  # of the adapters that were trained beside a frozen backbone; 0 without adapters
-        readout: dict[str, Any] | None = None,  # layers and width, see `radq.models.readout`; None without a readout
-        # Where a frozen backbone is found, beside which a folder holds the head and adapters or a readout: `embedded`,
-        # a hub name with its commit, or a folder, in config.json relative to the folder of the reward model.
-        backbone_name: str | None = None,
-        backbone_revision: str | None = None,
-        backbone_fingerprint: str | None = None,  # of its weights, see `radq.sources.model_source`
-        **kwargs: Any,
-    ):
-        self.kind = kind
-        self.attributes = list(attributes)
-        self.head = head
-        self.backbone = AutoConfig.for_model(**backbone) if isinstance(backbone, dict) else backbone
-        self.loss = loss
-        self.response_range = simplify_ranges(response_range, len(self.attributes))
-        self.label_scales = None if label_scales is None else list(label_scales)
-        self.prepend_bos = prepend_bos
-        self.vocabulary = None if vocabulary is None else list(vocabulary)
-        self.lora_rank = lora_rank
-        self.readout = readout
-        self.backbone_name = backbone_name
-        self.backbone_revision = backbone_revision
-        self.backbone_fingerprint = backbone_fingerprint
-        super().__init__(**kwargs)
-        self.bos_token_id: Any = bos_token_id
+    kind: Literal["q", "v"] = "q"  # "q" scores next tokens from the prefix, "v" reads each next token as an input
+    # Names of what the rewards measure, in the order of their last axis.
+    attributes: list[str] = field(default_factory=lambda: ["reward"])
+    head: str = "linear"  # name of the head in `radq.models.heads.HEADS`, for kind "q"
+    backbone: Any = None  # the configuration of the transformer below the head
+    loss: str = "mse"  # of the training; with "ce" the reward is σ of the head's output
+    # Range of the training labels, to which guides clamp rewards: (low, high), or one such pair for each attribute.
+    response_range: Sequence[float] | Sequence[Sequence[float]] = (0.0, 1.0)
+    # How the labels of each attribute became numbers, see `radq.data.label_scale`; None in older models.
+    label_scales: Sequence[dict[str, Any]] | None = None
+    prepend_bos: bool = True  # whether `bos_token_id` stands before every text that does not begin with it
+    bos_token_id: Any = None
+    vocabulary: Sequence[Any] | None = None  # size, number of tokens and fingerprint, see `radq.models.vocabulary`
+    lora_rank: int = 0  # of the adapters that were trained beside a frozen backbone; 0 without adapters
+    readout: dict[str, Any] | None = None  # layers and width, see `radq.models.readout`; None without a readout
+    # Where a frozen backbone is found, beside which a folder holds the head and adapters or a readout: `embedded`,
+    # a hub name with its commit, or a folder, in config.json relative to the folder of the reward model.
+    backbone_name: str | None = None
+    backbone_revision: str | None = None
+    backbone_fingerprint: str | None = None  # of its weights, see `radq.sources.model_source`
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.attributes = list(self.attributes)
+        if isinstance(self.backbone, dict):
+            self.backbone = AutoConfig.for_model(**self.backbone)
+        self.response_range = simplify_ranges(self.response_range, len(self.attributes))
+        super().__post_init__(**kwargs)
 
     @property
     def beside_backbone(self) -> bool:
@@ -64,7 +54,6 @@ class RewardModelConfig(PreTrainedConfig):
 
     @property
     def origin(self) -> Origin:
-        """The origin of a frozen backbone."""
         return Origin(self.backbone_name or "", self.backbone_revision, self.backbone_fingerprint)
 
     def set_origin(self, origin: Origin) -> None:

@@ -14,7 +14,6 @@ are those of the BOS and mean nothing.
 """
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from radq.models.lora import merged_weights
 from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos, read_vocabulary, writes_bos
 from radq.sources.hub import quiet
-from radq.sources.model_source import ModelSource
+from radq.sources.model_source import ModelSource, find_weight_files
 
 Weights = dict[str, Tensor]
 
@@ -75,8 +74,7 @@ def convert(
     weights = _unwrap(read_weights(checkpoint))
     source = ModelSource.find(backbone)
     config, tokenizer = load_config(source), source.find_tokenizer()
-    kind = _recognise(weights)
-    head = _read_head(weights, kind)
+    kind, head = _read_head(weights)
     if kind == "q":
         config.tie_word_embeddings = _is_tied(weights, config)
     reward_config = RewardModelConfig(
@@ -103,8 +101,14 @@ def convert(
 
 def read_weights(checkpoint: str | Path) -> Weights:
     """Read the tensors of a checkpoint. Code inside a pickle is never run."""
-    weights: Weights = {}
-    for file in _find_files(Path(checkpoint)):
+    place, weights = Path(checkpoint), {}
+    files = [place] if place.is_file() else find_weight_files(place, ("model.safetensors", "pytorch_model.bin"))
+    if not files:
+        raise CheckpointError(
+            f"there is no checkpoint at {str(place)!r}.",
+            "give a weight file, or a folder with pytorch_model.bin or model.safetensors.",
+        )
+    for file in files:
         part = _read_file(file)
         if not isinstance(part, dict) or not all(isinstance(value, Tensor) for value in part.values()):
             raise CheckpointError(
@@ -132,22 +136,6 @@ def _read_file(file: Path) -> Any:
         ) from error
 
 
-def _find_files(checkpoint: Path) -> list[Path]:
-    if checkpoint.is_file():
-        return [checkpoint]
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (checkpoint / name).is_file():
-            return [checkpoint / name]
-        index = checkpoint / f"{name}.index.json"
-        if index.is_file():
-            parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [checkpoint / Path(part).name for part in parts]
-    raise CheckpointError(
-        f"there is no checkpoint at {str(checkpoint)!r}.",
-        "give a weight file, or a folder with pytorch_model.bin or model.safetensors.",
-    )
-
-
 def _unwrap(weights: Weights) -> Weights:
     """Remove the prefixes that parallel training and distillation put before the names of tensors."""
     for prefix in ("module.", "student_model."):
@@ -156,27 +144,22 @@ def _unwrap(weights: Weights) -> Weights:
     return weights
 
 
-def _recognise(weights: Weights) -> Literal["q", "v"]:
-    """Tell from the names of the tensors which kind of reward model they belong to."""
+def _read_head(weights: Weights) -> tuple[Literal["q", "v"], Weights]:
+    """Tell from the names of the tensors which kind of reward model they belong to, and read its head."""
     if any(key.startswith(("head.w1.", "head.w2.")) for key in weights):
         raise CheckpointError(
             "the checkpoint has the mlp head of rad-q, which lacks a non-linearity and so is not the mlp head of radq.",
             "convert a checkpoint with a linear head, or train one with --head mlp.",
         )
-    if "head.lm_projection.weight" in weights:
-        return "q"
-    if {"model.lm_head.weight", "model.lm_head.bias"} <= weights.keys():
-        return "v"
-    raise CheckpointError(
-        f"the checkpoint's layout is unknown; it begins with {', '.join(sorted(weights)[:3]) or 'no tensor'}.",
-        "radq reads RAD (model.lm_head.weight and .bias) and rad-q (head.lm_projection.weight).",
-    )
-
-
-def _read_head(weights: Weights, kind: Literal["q", "v"]) -> Weights:
-    if kind == "v":
-        return {f"head.{name}": weights[f"model.lm_head.{name}"] for name in ("weight", "bias")}
-    projection = weights["head.lm_projection.weight"]  # (a · d, d): the W_aᵀ, one below the other
+    projection = weights.get("head.lm_projection.weight")  # (a · d, d): the W_aᵀ, one below the other
+    if projection is None:
+        try:
+            return "v", {f"head.{name}": weights[f"model.lm_head.{name}"] for name in ("weight", "bias")}
+        except KeyError:
+            raise CheckpointError(
+                f"the checkpoint's layout is unknown; it begins with {', '.join(sorted(weights)[:3]) or 'no tensor'}.",
+                "radq reads RAD (model.lm_head.weight and .bias) and rad-q (head.lm_projection.weight).",
+            ) from None
     d = projection.shape[1]
     if projection.shape[0] % d:
         raise CheckpointError(
@@ -186,7 +169,7 @@ def _read_head(weights: Weights, kind: Literal["q", "v"]) -> Weights:
     head = {"head.weight": projection.view(-1, d, d).transpose(1, 2).contiguous()}
     if "head.prefix_baseline.weight" in weights:
         head["head.baseline_weight"] = weights["head.prefix_baseline.weight"]
-    return head
+    return "q", head
 
 
 def _read_backbone(weights: Weights, config: PreTrainedConfig) -> Weights:
@@ -222,16 +205,14 @@ def _load(model: RewardModel, weights: Weights) -> None:
 
 
 def _name_attributes(attributes: Sequence[str] | None, count: int) -> list[str]:
-    if attributes is None:
-        if count == len(JIGSAW):
-            return list(JIGSAW)
-        return ["reward"] if count == 1 else [f"reward_{number}" for number in range(1, count + 1)]
-    if len(attributes) != count or len(set(attributes)) != count:
+    numbered = ["reward"] if count == 1 else [f"reward_{number}" for number in range(1, count + 1)]
+    default = JIGSAW if count == len(JIGSAW) else numbered
+    names = list(default if attributes is None else attributes)
+    if len(names) != count or len(set(names)) != count:
         raise OptionError(
-            f"attributes must be {count} different names, one per output, got {list(attributes)!r}.",
-            f"give {count} names.",
+            f"attributes must be {count} different names, one per output, got {names!r}.", f"give {count} names."
         )
-    return list(attributes)
+    return names
 
 
 # --- token classifiers ---

@@ -39,7 +39,6 @@ class RadV(RewardModel):
 
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
-        assert config.backbone is not None
         self.head = ValueHead(hidden_size(config.backbone), len(config.attributes))
         self.post_init()
 
@@ -101,7 +100,6 @@ class RadQ(RewardModel):
 
     def __init__(self, config: RewardModelConfig):
         super().__init__(config)
-        assert config.backbone is not None
         if not config.prepend_bos and not config.readout:
             raise OptionError(
                 "prepend_bos must be True for RAD-Q, got False.", "its first token needs a prefix, a BOS."

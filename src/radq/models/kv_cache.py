@@ -50,24 +50,12 @@ class Prefix:
             tuple((change(keys, 2), change(values, 2)) for keys, values in layers),
         )
 
-    def fork(self, n: int) -> "Prefix":
-        """Repeat every row n times, with the copies of a row side by side."""
-        return self.select(torch.arange(len(self.input_ids), device=self.input_ids.device).repeat_interleave(n))
-
     def select(self, rows: Int[Tensor, " r"]) -> "Prefix":
         return Prefix.combine([self], lambda parts, _: parts[0].index_select(0, rows.to(parts[0].device)))
 
     def crop(self, n: int) -> "Prefix":
         """Remove the last n tokens of every row."""
-        return self._narrow(0, self.input_ids.shape[1] - n)
-
-    def trim(self) -> "Prefix":
-        """Remove the columns that are padding in all rows."""
-        longest = int(self.attention_mask.sum(1).max())
-        return self._narrow(self.input_ids.shape[1] - longest, longest)
-
-    def _narrow(self, begin: int, columns: int) -> "Prefix":
-        return Prefix.combine([self], lambda parts, time: parts[0].narrow(time, begin, columns))
+        return Prefix.combine([self], lambda parts, time: parts[0].narrow(time, 0, parts[0].shape[time] - n))
 
 
 def _pad_time(values: Tensor, columns: int, time: int) -> Tensor:
@@ -114,7 +102,7 @@ def hold_rows(held: Bool[Tensor, " b"], prefix: Prefix, longer: Prefix) -> Prefi
         old, new = parts
         return torch.where(held.view(-1, *[1] * (old.dim() - 1)), _pad_time(old, 1, time), new)
 
-    return Prefix.combine([prefix, longer], choose).trim()
+    return join([Prefix.combine([prefix, longer], choose)])
 
 
 def start(model: Wrappable, input_ids: Texts, attention_mask: Texts, **kwargs: object) -> tuple[ModelOutput, Prefix]:
@@ -195,14 +183,15 @@ class Siblings:
         layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
         return Siblings(self.candidates[rows], self.hidden[rows], layers)
 
-    def choose(self, prefix: Prefix, index: Tokens) -> Prefix:
-        """The prefix extended by candidate `index` of each row, without another forward."""
+    def choose(self, prefix: Prefix, index: Tokens) -> tuple[Prefix, Float[Tensor, "b d"]]:
+        """The prefix extended by candidate `index` of each row, without another forward, and the output there."""
 
         def append(parts: Sequence[Tensor], time: int) -> Tensor:
             chosen = parts[1].take_along_dim(index.view(-1, *[1] * (parts[1].dim() - 1)), dim=time)
             return torch.cat([parts[0], chosen], dim=time)
 
-        return Prefix.combine([prefix, Prefix(self.candidates, torch.ones_like(self.candidates), self.layers)], append)
+        own = Prefix(self.candidates, torch.ones_like(self.candidates), self.layers)
+        return Prefix.combine([prefix, own], append), self.hidden.take_along_dim(index.view(-1, 1, 1), dim=1).squeeze(1)
 
 
 def read_siblings(
@@ -226,7 +215,8 @@ def _read_rows(
     backbone: PreTrainedModel, prefix: Prefix, candidates: Candidates, layers: tuple[int, ...] = ()
 ) -> Siblings:
     b, k = candidates.shape
-    output, rows = extend(backbone, prefix.fork(k), candidates.reshape(b * k, 1), output_hidden_states=bool(layers))
+    copies = prefix.select(torch.arange(b, device=candidates.device).repeat_interleave(k))
+    output, rows = extend(backbone, copies, candidates.reshape(b * k, 1), output_hidden_states=bool(layers))
 
     def take_last(values: Float[Tensor, "bk h t s"]) -> Float[Tensor, "b h k s"]:
         return values[:, :, -1].unflatten(0, (b, k)).transpose(1, 2)

@@ -4,7 +4,7 @@ Weights come from safetensors only, and no code from a model repository is ever 
 """
 
 import logging
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -196,8 +196,8 @@ def find_backbone(lm: Wrappable, name: ModelName) -> PreTrainedModel:
     refuse_soft_prompts(lm)
     wanted = MODEL_MAPPING.get(type(lm.config), None)
     found: Any = next((module for module in lm.modules() if type(module) is wanted), None)
-    embedding: Any = lm.get_output_embeddings()
-    if found is None or not hasattr(lm.config, "hidden_size") or embedding.weight.shape[1] != hidden_size(lm.config):
+    width = lm.get_output_embeddings().weight.shape[1]
+    if found is None or not hasattr(lm.config, "hidden_size") or width != hidden_size(lm.config):
         raise ModelError(
             f"{str(name)!r} is a {type(lm).__name__}, which has no plain decoder below its head.",
             "radq takes decoder-only language models of text (GPT-2, LLaMA, Qwen3, GPT-NeoX, Gemma-3, Mistral, …).",
@@ -207,8 +207,7 @@ def find_backbone(lm: Wrappable, name: ModelName) -> PreTrainedModel:
 
 def num_logits(lm: Wrappable) -> int:
     """The number of tokens that a language model scores, which may be more than its tokenizer has."""
-    head: Any = lm.get_output_embeddings()
-    return head.weight.shape[0]
+    return lm.get_output_embeddings().weight.shape[0]
 
 
 def find_device(name: str) -> str:
@@ -285,9 +284,4 @@ def _try_all(base: ModelName) -> dict[tuple[int, str], float]:
 def _time_step(lm: PreTrainedModel) -> float:
     """The shortest of some steps of one token; the first one prepares things."""
     tokens = torch.zeros(1, 1, dtype=torch.long)
-    seconds = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        lm(input_ids=tokens, use_cache=False)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return min(timeit.repeat(lambda: lm(input_ids=tokens, use_cache=False), repeat=ROUNDS, number=1))

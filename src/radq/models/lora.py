@@ -59,7 +59,6 @@ class AdaptedLinear(nn.Module):
 
     @property
     def folded(self) -> bool:
-        """True while the adapter is added to the weights of the layer."""
         return self._frozen is not None
 
     @property
@@ -85,33 +84,21 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Add the adapter to the weights of the layer, and keep a copy of the frozen weights in main memory."""
+        """Add the adapter, as it is now, to the weights of the layer; keep the frozen weights in main memory."""
+        adapter = (state_of(self.a), state_of(self.b))
+        if self.folded and self._folded_with == adapter:
+            return
+        self.unfold()
         self._frozen = self.weight.to("cpu", copy=True)
         self.weight.copy_(_adapted_weight(self.weight, self.a, self.b))
-        self._folded_with = self._adapter_state()
+        self._folded_with = adapter
 
     @torch.no_grad()
     def unfold(self) -> None:
         """Restore the frozen weights bit for bit; subtracting the adapter again would leave rounding errors in them."""
-        assert self._frozen is not None
-        self.weight.copy_(self._frozen)
-        self._frozen = None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether what was folded is the adapter of now."""
-        return self._folded_with == self._adapter_state()
-
-    def _adapter_state(self) -> tuple[tuple[int, int], ...]:
-        return state_of(self.a), state_of(self.b)
-
-    @property
-    def stored_frozen(self) -> Tensor | None:
-        """The weights before folding, as the layer stores them; None while nothing is folded."""
-        if self._frozen is None:
-            return None
-        frozen = self._frozen.T if self.transposed else self._frozen
-        return frozen.to(self.weight.device, self.weight.dtype).contiguous()
+        if self._frozen is not None:
+            self.weight.copy_(self._frozen)
+            self._frozen = None
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -125,13 +112,13 @@ class AdaptedLinear(nn.Module):
 
 def _store_frozen(layer: Any, stored: dict[str, Any], prefix: str, *_: Any) -> None:
     if layer.folded:
-        stored[f"{prefix}base_layer.weight"] = layer.stored_frozen
+        frozen = layer._frozen.T if layer.transposed else layer._frozen
+        stored[f"{prefix}base_layer.weight"] = frozen.to(layer.weight.device, layer.weight.dtype).contiguous()
 
 
 def _unfold_before_loading(layer: Any, *_: Any) -> None:
     layer.folds_again = layer.folded
-    if layer.folded:
-        layer.unfold()
+    layer.unfold()
 
 
 def _fold_after_loading(layer: Any, *_: Any) -> None:
@@ -179,30 +166,23 @@ def add_adapters(backbone: nn.Module, rank: int) -> None:
 
 
 def adapted_layers(backbone: nn.Module) -> dict[str, AdaptedLinear]:
-    """The layers of a backbone that have adapters, by their names."""
     return {name: layer for name, layer in backbone.named_modules() if isinstance(layer, AdaptedLinear)}
 
 
-def fold_adapters(backbone: nn.Module) -> None:
-    """Add all adapters to their weights: results are the same up to rounding, and no step has to compute the sum."""
-    for layer in adapted_layers(backbone).values():
-        if not layer.folded:
-            layer.fold()
+def fold_adapters(backbone: nn.Module, only_again: bool = False) -> None:
+    """Add all adapters to their weights: results are the same up to rounding, and no step has to compute the sum.
 
-
-def renew_folds(backbone: nn.Module) -> None:
-    """Fold adapters again that have changed since they were folded."""
+    With `only_again`, those are folded that were before, and have changed since.
+    """
     for layer in adapted_layers(backbone).values():
-        if layer.folded and not layer.is_current:
-            layer.unfold()
+        if layer.folded or not only_again:
             layer.fold()
 
 
 def unfold_adapters(backbone: nn.Module) -> None:
     """Restore the frozen weights of all layers whose adapters are folded."""
     for layer in adapted_layers(backbone).values():
-        if layer.folded:
-            layer.unfold()
+        layer.unfold()
 
 
 def merged_weights(backbone: nn.Module) -> dict[str, Tensor]:
@@ -286,7 +266,6 @@ def load_beside_backbone(
 
     These and its head come from its folder, and the backbone from the place that its configuration names.
     """
-    assert config.backbone is not None
     origin = config.origin if given_backbone is None else replace(config.origin, name=str(given_backbone))
     what = "readout" if config.readout else "LoRA reward model"
     backbone = origin.find(source.folder, what)

@@ -10,8 +10,6 @@ Axes: b rows, t time.
 
 import sys
 from collections.abc import Callable, Collection, Generator, Hashable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -77,29 +75,10 @@ def finish(work: InTurns[T]) -> T:
     raise AssertionError("the turn is over")
 
 
-def surround(work: InTurns[T], block: Callable[[], AbstractContextManager[None]]) -> InTurns[T]:
-    """Do each turn of some work inside a block of its own, such as one that measures the time."""
-    while True:
-        with block():
-            try:
-                next(work)
-            except StopIteration as end:
-                return end.value
-        yield
-
-
 # --- CUDA graphs: launching a forward of a short prompt from Python takes longer than the forward itself ---
 
 
-@dataclass(frozen=True)
-class _PromptGraph:
-    graph: torch.cuda.CUDAGraph
-    input_ids: Texts
-    attention_mask: Texts
-    result: Any
-
-
-class PromptGraphs(GraphCache[_PromptGraph]):
+class PromptGraphs(GraphCache[tuple[torch.cuda.CUDAGraph, Any, Texts, Texts]]):
     """Captured forwards over prompts, for each model and each shape of a batch."""
 
     hindered = "prompts are not read by CUDA graphs, which takes longer"
@@ -125,15 +104,15 @@ class PromptGraphs(GraphCache[_PromptGraph]):
         if shape not in self._warm and len(self._warm) >= MOST_SHAPES:
             return None
 
-        def capture() -> _PromptGraph:
+        def capture() -> tuple[torch.cuda.CUDAGraph, T, Texts, Texts]:
             copies = batch[0].clone(), batch[1].clone()
-            graph, result = record(lambda: read(*copies))
-            return _PromptGraph(graph, *copies, result)
+            return *record(lambda: read(*copies)), *copies
 
         captured = self.find(shape, shape, capture)
         if captured is None:
             return None
-        captured.input_ids.copy_(batch[0])
-        captured.attention_mask.copy_(batch[1])
-        captured.graph.replay()
-        return captured.result
+        graph, result, *copies = captured
+        for copy, values in zip(copies, batch, strict=True):
+            copy.copy_(values)
+        graph.replay()
+        return result

@@ -4,12 +4,12 @@ A `Reader` is a transformer and what radq must know about it. A `Reading` is its
 Axes: b rows, t time, k candidates.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -22,10 +22,11 @@ from radq.models import kv_cache
 from radq.models.kv_cache import Prefix, Siblings
 from radq.models.loading import Wrappable, max_positions, name_positions
 from radq.models.prefill import InTurns, Turn, finish
-from radq.models.vocabulary import Vocabulary, check_vocabulary, find_special_tokens
-from radq.numerics import Candidates, PlacedCandidates, Positions, Texts, Tokens, log_probabilities
+from radq.models.vocabulary import Vocabulary, check_vocabulary
+from radq.numerics import Candidates, PlacedCandidates, Positions, Texts, Tokens, log_probabilities, texts_per_forward
 from radq.sources.peft_adapter import refuse_soft_prompts
 
+T = TypeVar("T")
 Taken = tuple[Float[Tensor, "b n"], Float[Tensor, "b m"] | None]  # what a reading keeps of the last token of each text
 TOKENS_PER_FORWARD = 16384  # of prompts, at least
 NUMBERS_PER_FORWARD = 2**26  # of hidden states, on an accelerator: small models read more tokens at once, and wait less
@@ -46,9 +47,7 @@ class Reader:
     # Layers whose outputs are kept of the last token, side by side; 0 are the input embeddings. With another `output`
     # they are kept in the notes of a reading, for guides that read a base model's states.
     layers: tuple[int, ...] = ()
-    keeps_scores: bool = (
-        False  # whether the notes of its readings are log P of the tokens of each text, and their number
-    )
+    keeps_scores: bool = False  # whether the notes of readings are log P of the tokens of each text, and their number
 
     def __post_init__(self) -> None:
         refuse_soft_prompts(self.model)
@@ -69,17 +68,9 @@ class Reader:
     def device(self) -> torch.device:
         return self.model.device
 
-    @property
-    def special_tokens(self) -> set[int]:
-        return find_special_tokens(self.model.config, self.tokenizer)
-
     def check_vocabulary(self, base_size: int, tokenizer: PreTrainedTokenizerBase | None, base_name: str) -> None:
         """Raise if the base model's token ids mean something else than the reader's."""
         check_vocabulary(self.vocabulary, base_size, tokenizer, base_name, self.role)
-
-    def fits(self, columns: int) -> bool:
-        """Whether the model has positions for so many tokens, with those that the reader puts before a text."""
-        return self.max_positions is None or columns <= self.max_positions
 
     @cached_property
     def max_positions(self) -> int | None:
@@ -99,7 +90,7 @@ class Reader:
 
     def check_length(self, num_tokens: int, hint: str = "shorten the prompt or lower max_new_tokens.") -> None:
         """Raise if the model has not enough positions for a text of so many tokens."""
-        if not self.fits(num_tokens + self.overhead):
+        if self.context is not None and num_tokens > self.context:
             before = f" and the {self.overhead} before them" if self.overhead else ""
             raise ContextLengthError(
                 f"{num_tokens} tokens{before} do not fit the {self.role}'s {name_positions(self.model.config)}.", hint
@@ -132,9 +123,11 @@ class Reader:
         turn: Turn,
         arguments: Mapping[str, bool | int],
         keep: Callable[[ModelOutput], None],
+        tokens_per_forward: int | None = None,
     ) -> InTurns[Prefix]:
         """Read texts by several forwards, so that memory holds the activations of few tokens at once."""
-        most = max(1, self.tokens_per_forward // len(input_ids))
+        self.check_columns(input_ids.shape[1])
+        most = max(1, (tokens_per_forward or self.tokens_per_forward) // len(input_ids))
         prefix, begin, room = Prefix.empty(input_ids), 0, 0
         while begin < input_ids.shape[1]:
             room = room or turn.take(len(input_ids), input_ids.shape[1] - begin)
@@ -160,36 +153,35 @@ class Reader:
         """Take from the output of a forward what is kept of a token, for every token."""
         return kv_cache.take_states(output, self.layers) if self.output == "states" else output[self.output]
 
-    def read_everywhere(
-        self, input_ids: Texts, attention_mask: Texts, turn: Turn
-    ) -> InTurns[tuple["ValueReading", Float[Tensor, "b t n"]]]:
-        """Read a batch of texts in turns; return also the output at each of their tokens."""
-        self.check_columns(input_ids.shape[1])
+    def read_everywhere(self, input_ids: Texts, attention_mask: Texts, turn: Turn) -> InTurns[Float[Tensor, "b t n"]]:
+        """Read a batch of texts in turns; return the output at each of their tokens."""
         parts: list[Tensor] = []
-        prefix = yield from self._forwards(
+        yield from self._forwards(
             input_ids, attention_mask, turn, self.state_arguments, lambda output: parts.append(self.take_each(output))
         )
-        outputs = torch.cat(parts, dim=1)
-        return ValueReading(self, prefix, outputs[:, -1].clone()), outputs  # a view would keep all of them
+        return torch.cat(parts, dim=1)
 
     def read_scored(
-        self, input_ids: Texts, turn: Turn
-    ) -> InTurns[tuple[Float[Tensor, "b n"], Float[Tensor, "b t m"] | None]]:
-        """Read texts in turns; return the log-probability of each token but the first, and the states of the layers."""
-        self.check_columns(input_ids.shape[1])
+        self, input_ids: Texts, attention_mask: Texts, turn: Turn
+    ) -> InTurns[tuple["ValueReading", Float[Tensor, "b n"], Float[Tensor, "b t m"] | None]]:
+        """Read in turns; return also the log-probability of each token but the first, and the states of the layers."""
         scores: list[Tensor] = []
         states: list[Tensor] = []
+        last: deque[Tensor] = deque(maxlen=1)
 
         def keep(output: ModelOutput) -> None:
             begin = sum(part.shape[1] for part in scores) + 1
             logits = output[self.output]  # of all tokens they would fill memory
             following = input_ids[:, begin : begin + logits.shape[1]]
             scores.append(log_probabilities(logits[:, : following.shape[1]], following))
+            last.append(logits[:, -1].clone())
             if self.layers:
                 states.append(kv_cache.take_states(output, self.layers))
 
-        yield from self._forwards(input_ids, torch.ones_like(input_ids), turn, self.state_arguments, keep)
-        return torch.cat(scores, dim=1), torch.cat(states, dim=1) if states else None
+        most = texts_per_forward(self.vocabulary.size, self.device)
+        prefix = yield from self._forwards(input_ids, attention_mask, turn, self.state_arguments, keep, most)
+        found = torch.cat(scores, dim=1), torch.cat(states, dim=1) if states else None
+        return ValueReading(self, prefix, last[0]), *found
 
     @cached_property
     def arguments(self) -> dict[str, bool | int]:
@@ -207,11 +199,37 @@ class Reader:
         self.check_length(n - self.overhead, "shorten the text.")
 
 
-class Reading(ABC):
+@runtime_checkable
+class State(Protocol):
+    """The state of a guide after a batch of texts: a `Reading`, several of them, or whatever else a guide keeps.
+
+    All methods return the state to go on from. Readings in slots are changed in place.
+    """
+
+    @abstractmethod
+    def select(self: T, texts: Int[Tensor, " r"]) -> T:
+        """The given texts, in that order and maybe several times: samples, beams and finished rows need it."""
+
+    @staticmethod
+    @abstractmethod
+    def join(states: Sequence[Any]) -> Any:
+        """The rows of several states as one batch, in that order, as requests need that come while others run."""
+
+    @abstractmethod
+    def rewind(self: T, n: int) -> T:
+        """The state before the last n tokens of every row, all of which the guide knows."""
+
+    @abstractmethod
+    def map_readings(self, change: "Callable[[Reading], Reading]") -> "State":
+        """The state with other readings: `change` is called for the reading of each transformer."""
+
+
+class Reading(State):
     """The state of a transformer after a batch of texts, and so the state of a guide that has one transformer.
 
     The methods of a `ValueReading` return new ones. Those of a `SlotReading` (`radq.models.slots`) change it in place
     and return it, so that nobody uses a reading again after having gone on from it. An `OutputReading` has no rows.
+    None keeps its siblings when it is joined.
     """
 
     reader: Reader
@@ -222,21 +240,8 @@ class Reading(ABC):
     all_known = False  # whether the model knows every token that may be a candidate
 
     @abstractmethod
-    def select(self, texts: Int[Tensor, " r"]) -> "Reading":
-        """The rows of the given texts, in that order and maybe several times."""
-
-    @staticmethod
-    @abstractmethod
-    def join(states: "Sequence[Any]") -> "Reading":
-        """The rows of all readings as one batch, in that order; none of them keeps its siblings."""
-
-    @abstractmethod
     def advance(self, tokens: Tokens) -> "Reading":
         """The state after one more token per row; rows whose token the model does not know stay as they are."""
-
-    @abstractmethod
-    def rewind(self, n: int) -> "Reading":
-        """The state before the last n tokens of every row, all of which the model knows."""
 
     @abstractmethod
     def drop_siblings(self) -> "Reading":
@@ -327,18 +332,15 @@ class ValueReading(Reading):
         A place is the number of the text's tokens, those put before it included, that its candidates follow.
         """
         self.reader.check_columns(self.length + 1)
-        p, k = candidates.shape[1:]
-        positions, tokens = places.repeat_interleave(k, dim=1), candidates.flatten(1)
-        reader = self.reader
-        return kv_cache.read_branches(reader.model, self.prefix, positions, tokens, reader.layers)[0].unflatten(
-            1, (p, k)
-        )
+        model, positions = self.reader.model, places.repeat_interleave(candidates.shape[2], dim=1)
+        states, _ = kv_cache.read_branches(model, self.prefix, positions, candidates.flatten(1), self.reader.layers)
+        return states.unflatten(1, candidates.shape[1:])
 
     @torch.no_grad()
     def read(self, tokens: Tokens) -> "ValueReading":
         reader, prefix = self.reader, self.prefix
-        if not reader.fits(self.length + 1):
-            prefix = prefix.trim()  # the longest text may have left the batch
+        if reader.max_positions is not None and self.length >= reader.max_positions:
+            prefix = kv_cache.join([prefix])  # the longest text may have left the batch
             reader.check_columns(prefix.input_ids.shape[1] + 1)
         output, prefix = kv_cache.extend(reader.model, prefix, tokens[:, None], None, **reader.arguments)
         last, notes = reader.take_last(output)
@@ -351,13 +353,9 @@ class ValueReading(Reading):
         held, before = tokens >= self.reader.num_known, self.drop_siblings()
         if bool(held.all()):
             return before
-        match = None if self.siblings is None else self.siblings.match(tokens)
-        if self.siblings is not None and match is not None and bool(match.any(1).all()):
-            index = match.int().argmax(1)
-            rows = torch.arange(len(index), device=index.device)
-            longer = replace(
-                before, prefix=self.siblings.choose(self.prefix, index), last=self.siblings.hidden[rows, index]
-            )
+        if self.siblings is not None and bool((match := self.siblings.match(tokens)).any(1).all()):
+            prefix, last = self.siblings.choose(self.prefix, match.int().argmax(1))
+            longer = replace(before, prefix=prefix, last=last)
         else:
             longer = before.read(tokens.masked_fill(held, 0))
         if not bool(held.any()):
@@ -378,30 +376,25 @@ class ValueReading(Reading):
         return replace(before, prefix=self.prefix.crop(n), last=logits[:, 0].clone(), notes=self.notes - gone)
 
 
+@dataclass(frozen=True)
 class OutputReading(Reading):
     """The outputs at the last tokens of texts that somebody else reads, so that no method has to change anything.
 
     Models that do not read candidates need nothing else to score those for the next token.
     """
 
+    reader: Reader
+    outputs: Callable[[], Float[Tensor, "b n"]]  # takes those of the texts, whatever the texts are by now
+    notes: Float[Tensor, "b m"] | None = None
+    all_known: bool = False
     copies = 1
     siblings = None
-
-    def __init__(
-        self,
-        reader: Reader,
-        outputs: Callable[[], Float[Tensor, "b n"]],
-        notes: Float[Tensor, "b m"] | None = None,
-        all_known: bool = False,
-    ):
-        """`outputs` takes the output at the last token of each text, whatever the texts are by now."""
-        self.reader, self.outputs, self.notes, self.all_known = reader, outputs, notes, all_known
 
     @property
     def last(self) -> Float[Tensor, "b n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.outputs()
 
-    def _stay(self, *_: object, **__: object) -> "OutputReading":
+    def _stay(self: T, *_: object, **__: object) -> T:
         return self
 
     select = advance = rewind = drop_siblings = map_readings = _stay

@@ -100,9 +100,7 @@ def sketch_weights(backbone: nn.Module) -> Float[Tensor, "m s"]:
         flat = weight.detach().flatten()
         places = torch.arange(SAMPLES, device=flat.device) * (len(flat) - 1) // (SAMPLES - 1)
         rows.append(flat[places].float())
-    if len({row.device for row in rows}) == 1:
-        return torch.stack(rows).cpu()  # the device is waited for once
-    return torch.stack([row.cpu() for row in rows])
+    return torch.stack([row.to(rows[0].device) for row in rows]).cpu()  # the device is waited for once
 
 
 def check_base(sketch: Float[Tensor, "m s"], backbone: nn.Module, name: str = "this language model") -> None:

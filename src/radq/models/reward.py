@@ -157,7 +157,7 @@ class RewardModel(PreTrainedModel):
             options["prepend_bos"] = writes_bos(tokenizer, bos)  # a readout reads what the base model reads
         config = RewardModelConfig(
             kind=cls.kind,
-            attributes=attributes,
+            attributes=list(attributes),
             backbone=shape,
             bos_token_id=bos,
             vocabulary=read_vocabulary(shape.vocab_size, tokenizer),
@@ -283,7 +283,7 @@ class RewardModel(PreTrainedModel):
         if self.readout is not None:
             self.readout.require_base(self.backbone)
         if self.config.lora_rank and not self.training:
-            lora.renew_folds(self.backbone)
+            lora.fold_adapters(self.backbone, only_again=True)
 
     # --- rewards of texts ---
 
@@ -351,7 +351,7 @@ class RewardModel(PreTrainedModel):
         self.notice_changes()
         tokens, mask = self._with_bos(input_ids, None)
         packed = pack_left(tokens, mask).input_ids
-        _, states = yield from self.reader.read_everywhere(packed, torch.ones_like(packed), turn)
+        states = yield from self.reader.read_everywhere(packed, torch.ones_like(packed), turn)
         first = int(mask.sum()) - input_ids.shape[1] if self.config.kind == "v" else 0  # RAD-Q reads the BOS, too
         return self.token_rewards(input_ids, states=states[:, first : first + input_ids.shape[1]])
 
@@ -392,18 +392,13 @@ class RewardModel(PreTrainedModel):
             layers=() if self.readout is None else self.readout.layers,
         )
 
-    @property
-    def num_known(self) -> int:
-        """Tokens with smaller ids are known from training. The others, which a base model may have, are not read."""
-        return self.vocabulary.num_known
-
     def read(self, input_ids: Texts, attention_mask: Texts | None = None) -> ValueReading:
         """The state after a batch of prefixes."""
         return finish(self.read_in_turns(input_ids, attention_mask, Turn()))
 
     def read_in_turns(self, input_ids: Texts, attention_mask: Texts | None, turn: Turn) -> InTurns[ValueReading]:
         self.notice_changes()
-        known = leave_out_unknown(input_ids, attention_mask, self.num_known)
+        known = leave_out_unknown(input_ids, attention_mask, self.vocabulary.num_known)
         tokens, mask = pack_right(*self._with_bos(*known))
         if not bool(mask.any(1).all()):
             raise OptionError("a prefix has no tokens, and this model prepends no BOS.", "begin the prefix with a BOS.")
@@ -414,9 +409,9 @@ class RewardModel(PreTrainedModel):
         """The rewards of candidates, or of the whole vocabulary; unknown ones have the reward of the prefix itself."""
         known = None
         if candidates is None:
-            known = torch.arange(self.vocabulary.size, device=reading.last.device)[None] < self.num_known
+            known = torch.arange(self.vocabulary.size, device=reading.last.device)[None] < self.vocabulary.num_known
         elif not reading.all_known:
-            known = candidates < self.num_known
+            known = candidates < self.vocabulary.num_known
         outputs, reading = self._score(reading, candidates, known)
         return self.link(outputs), reading
 
@@ -436,12 +431,6 @@ class RewardModel(PreTrainedModel):
         """The rewards of candidates in place of the tokens at some positions; all tokens must be known."""
         return self.link(self(input_ids, attention_mask, positions=positions, candidates=candidates).candidates)
 
-    @property
-    def max_tokens(self) -> int | None:
-        """The number of tokens that a text may have; None without a limit."""
-        return self.reader.context
-
 
 def import_kind(kind: str) -> type[RewardModel]:
-    """Import the class of a kind of reward model."""
     return getattr(import_module("radq.models.kinds"), KINDS[kind])

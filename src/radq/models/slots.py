@@ -14,20 +14,19 @@ Axes: b rows, k candidates, n new tokens, w columns, d hidden.
 """
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils.generic import ModelOutput
 
 from radq.models import kv_cache
 from radq.models.kv_cache import Siblings, grouped_heads
-from radq.models.loading import evaluating
+from radq.models.loading import Wrappable, evaluating
 from radq.models.reading import Reader, Reading, ValueReading
-from radq.numerics import Candidates, Tokens, enlarge
+from radq.numerics import Candidates, Tokens, enlarge, weakly_cached
 
 ALIGNED = 8  # fused attention wants masks of such widths
 
@@ -50,7 +49,6 @@ class SlotReading(Reading):
         self.cache = Cache(layers=[*self.layers])
         self.columns = torch.zeros(0, 0, dtype=torch.long)  # (b, n): where the forward in progress writes
         self.compiled: Callable[..., ModelOutput] | None = None  # for one number of columns
-        self._limit = reading.reader.max_positions
         self.bounds = np.zeros(0, dtype=np.int64)  # at most so many tokens has each row
         self._lengths = torch.zeros(0, dtype=torch.long, device=self.device)
         self._input_ids = reading.prefix.input_ids[:0, :0].long()
@@ -89,17 +87,15 @@ class SlotReading(Reading):
 
     @property
     def nbytes(self) -> int:
-        return sum(store.numel() * store.element_size() for store in self._stores)
+        return sum(store.nbytes for store in self._stores)
 
     def reserve(self, alive: np.ndarray | None = None, siblings: int = 0) -> None:
         """Make room for one more token of every row, and for candidates that RAD-V reads beside each other.
 
         Texts that are not `alive` may overwrite their own tokens; by default all go on.
         """
-        bounds = self.bounds[: self.count] if alive is None else self.bounds[: len(alive) * self.copies]
-        if alive is not None:
-            bounds = bounds[np.repeat(alive, self.copies)]
-        self.window = _round_window(int(bounds.max(initial=0)) + 1, self.device.type)
+        rows = slice(self.count) if alive is None else np.flatnonzero(np.repeat(alive, self.copies))
+        self.window = _round_window(int(self.bounds[rows].max(initial=0)) + 1, self.device.type)
         wanted = self.window + _align(siblings)
         if wanted > self.width:
             self._allocate(self.capacity, max(wanted, 2 * self.width))
@@ -191,15 +187,10 @@ class SlotReading(Reading):
         self._last[rows] = reading.last
         if self._notes is not None and reading.notes is not None:
             self._notes[rows] = reading.notes
-        same = bool((lengths == lengths[0]).all())
         for layer, pair in zip(self.layers, prefix.layers, strict=True):
             for store, values in zip((layer.keys, layer.values), pair, strict=True):
                 assert store is not None
-                if same:
-                    store[rows, :, :longest] = values[:, :, t - longest :]
-                else:
-                    index = columns[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
-                    store[rows, :, :longest] = values.gather(2, index)
+                store[rows, :, :longest] = values.take_along_dim(columns[:, None, :, None], dim=2)
         self.bounds[rows] = lengths.cpu().numpy()
         self.count = rows.stop
         return self
@@ -236,11 +227,10 @@ class SlotReading(Reading):
         columns = self.lengths.clamp(max=self.window - 1)
         for store in self._stores:  # (layers, slots, heads, w, size)
             rows = store[:, :b]
-            shape = (*rows.shape[:3], 1, rows.shape[4])
-            chosen = rows.gather(3, (self.window + index).view(1, b, 1, 1, 1).expand(shape))
-            rows.scatter_(3, columns.view(1, b, 1, 1, 1).expand(shape), chosen)
+            chosen = rows.take_along_dim((self.window + index).view(1, b, 1, 1, 1), dim=3)
+            rows.scatter_(3, columns.view(1, b, 1, 1, 1).expand_as(chosen), chosen)
         self._input_ids[:b].scatter_(1, columns[:, None], tokens[:, None])
-        return siblings.hidden.gather(1, index.view(b, 1, 1).expand(b, 1, siblings.hidden.shape[2])).squeeze(1)
+        return siblings.hidden.take_along_dim(index.view(b, 1, 1), dim=1).squeeze(1)
 
     @torch.no_grad()
     def read_siblings(self, candidates: Candidates) -> "SlotReading":
@@ -279,7 +269,8 @@ class SlotReading(Reading):
         reader, model = self.reader, self.reader.model
         extra: dict[str, object] = dict(reader.arguments if tokens.shape[1] == 1 else reader.state_arguments)
         if kv_cache.accepts(model, "position_ids"):
-            extra["position_ids"] = positions if self._limit is None else positions.clamp(max=self._limit - 1)
+            limit = reader.max_positions
+            extra["position_ids"] = positions if limit is None else positions.clamp(max=limit - 1)
 
         def see(window: int | None) -> Bool[Tensor, "b n w"]:
             if window is None:
@@ -350,31 +341,28 @@ def plan_bytes(reading: ValueReading, capacity: int, width: int, siblings: int =
     return capacity * reading.copies * columns * column
 
 
-_TAKES_SLOTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
 def takes_slots(reader: Reader) -> bool:
     """Whether a model reads the same in slots as alone. No configuration tells this, so it is tried once."""
-    model = reader.model
-    if model not in _TAKES_SLOTS:
-        known = kv_cache.layer_types(model) <= kv_cache.MASKED_TYPES
-        with evaluating(model):
-            _TAKES_SLOTS[model] = known and _try_slots(reader)
-    return _TAKES_SLOTS[model]
+    return _try_slots(reader.model, reader=reader)
 
 
+@weakly_cached
 @torch.no_grad()
-def _try_slots(reader: Reader) -> bool:
+def _try_slots(model: Wrappable, *, reader: Reader) -> bool:
+    if not kv_cache.layer_types(model) <= kv_cache.MASKED_TYPES:
+        return False
+
     def start(*tokens: int) -> ValueReading:
         text = torch.tensor([tokens], device=reader.device)
         return reader.read(text, torch.ones_like(text))
 
     try:
-        short, long = start(3), start(3, 4, 5)
-        slots = SlotReading(short, 2, 8).add(short).add(long)
-        expected = [reading.read(torch.tensor([6], device=reader.device)).last for reading in (short, long)]
-        slots.reserve()
-        slots.read(torch.tensor([6, 6], device=reader.device))
-        return kv_cache.agree(slots.last, torch.cat(expected))
+        with evaluating(model):
+            short, long = start(3), start(3, 4, 5)
+            slots = SlotReading(short, 2, 8).add(short).add(long)
+            expected = [reading.read(torch.tensor([6], device=reader.device)).last for reading in (short, long)]
+            slots.reserve()
+            slots.read(torch.tensor([6, 6], device=reader.device))
+            return kv_cache.agree(slots.last, torch.cat(expected))
     except Exception:  # whatever a model raises when handed a cache or mask that it does not understand
         return False

@@ -149,11 +149,8 @@ def _count_leading(row: Sequence[int], token: int) -> int:
 def find_bos(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """The token before the first one; the end-of-text token where a family (such as Qwen) has no BOS."""
     known = [] if tokenizer is None else [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    for token in [*known, config.bos_token_id, config.eos_token_id]:
-        if isinstance(token, list):
-            token = token[0] if token else None
-        if token is not None:
-            return token
+    if found := _list_tokens(*known, config.bos_token_id, config.eos_token_id):
+        return found[0]
     raise ModelError("neither tokenizer nor configuration name a BOS or EOS token.", "set bos_token_id in config.json.")
 
 
@@ -164,7 +161,9 @@ def writes_bos(tokenizer: PreTrainedTokenizerBase | None, bos: int) -> bool:
 
 def find_special_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
     """The ids of tokens that mark beginnings, ends and padding, by tokenizer and configuration."""
-    found = [] if tokenizer is None else list(tokenizer.all_special_ids)
-    for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
-        found += token if isinstance(token, list) else [token]
-    return {token for token in found if token is not None}
+    known = [] if tokenizer is None else tokenizer.all_special_ids
+    return {*_list_tokens(*known, config.bos_token_id, config.eos_token_id, config.pad_token_id)}
+
+
+def _list_tokens(*given: Any) -> list[int]:
+    return [token for one in given for token in (one if isinstance(one, list) else [one]) if token is not None]

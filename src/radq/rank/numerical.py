@@ -115,7 +115,8 @@ def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks
     _require_memory(sizes[-1], model.vocabulary.size)  # before the data are read
     columns = DataColumns(config.text, skip_empty=config.skip_empty)
     data = load_data(config.data, model.tokenizer, columns, NO_LIMIT, config.cache, progress)
-    max_tokens = None if model.max_tokens is None else model.max_tokens - 1  # one position is left for a candidate
+    context = model.reader.context
+    max_tokens = None if context is None else context - 1  # one position is left for a candidate
     shortest = 0 if model.config.prepend_bos else 1  # without a BOS, a model has no state of an empty prefix
     prefixes = sample_prefixes(data, sizes[-1], max_tokens, config.seed, shortest)
     with without_tf32():

@@ -16,8 +16,9 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from radq.errors import ContextLengthError
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
 from radq.guides.folders import EXPERT, holds_experts
+from radq.guides.reward import RewardGuide
 from radq.guides.spec import GUIDES, find_kind, guide_maker
 from radq.models.loading import Wrappable, choose_dtype, find_device, load, load_config, max_positions, num_logits
 from radq.models.prefill import InTurns, Turn
@@ -166,7 +167,7 @@ class Served:
         readouts = {model: model.reader.layers for model in models if model.accepts_states(lm, input_ids)}
         layers = join_layers(list(readouts.values()))
         reader = Reader(lm, "logits", "base model", Vocabulary(num_logits(lm)), layers=layers)
-        likelihoods, states = yield from reader.read_scored(input_ids, turn)
+        _, likelihoods, states = yield from reader.read_scored(input_ids, torch.ones_like(input_ids), turn)
         rewards: dict[RewardModel, torch.Tensor] = {}
         for model in models:
             ids = input_ids.to(model.device)

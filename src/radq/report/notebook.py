@@ -29,7 +29,7 @@ from radq.evaluation.metrics import METRICS, check_metric, metric_and_judge
 from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell, list_judged
 from radq.evaluation.sweep.generate import measure_ends
 from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.guides.spec import GuideSpec, find_base, find_budget
 from radq.judges.base import Judge
 from radq.judges.models import load_judge, to_unit

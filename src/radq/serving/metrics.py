@@ -1,18 +1,13 @@
 """The figures of a server, for Prometheus."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from jaxtyping import Float, Int
-from torch import Tensor
-
 from radq.errors import require_package
-from radq.guides.base import Advice, Guide, Prompts, State
-from radq.models.loading import Wrappable
-from radq.models.prefill import InTurns, surround
-from radq.models.reading import Reader
+from radq.guides.base import Guide
+from radq.guides.meter import WatchedGuide
 from radq.registry.details import DrawnToken
 from radq.serving.parsed_request import ServedText
 
@@ -65,32 +60,15 @@ class Metrics:
         return self._prometheus.generate_latest(self.registry)
 
 
-class ClockedGuide(Guide[State]):
+class ClockedGuide(WatchedGuide):
     """A guide that does what another does, and tells the seconds. On a GPU, work that is under way is not counted."""
 
     def __init__(self, guide: Guide, count: Callable[[float], None]):
-        self.guide, self.beta, self.capturable, self.count = guide, guide.beta, guide.capturable, count
-
-    @property
-    def readers(self) -> Sequence[Reader]:
-        return self.guide.readers
-
-    def check_base(self, lm: Wrappable) -> None:
-        self.guide.check_base(lm)
-
-    def start_in_turns(self, prompts: Prompts) -> InTurns[State]:
-        return surround(self.guide.start_in_turns(prompts), self._timed)
-
-    def advise(self, state: State, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None) -> Advice:
-        with self._timed():
-            return self.guide.advise(state, candidates, beta)
-
-    def advance(self, state: State, tokens: Int[Tensor, " b"]) -> State:
-        with self._timed():
-            return self.guide.advance(state, tokens)
+        super().__init__(guide)
+        self.count = count
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def watch(self, of_prompts: bool = False) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield

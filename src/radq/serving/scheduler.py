@@ -27,7 +27,7 @@ from radq.decoding.config import Steering
 from radq.decoding.engine import KEPT, Engine, StepResult, keep_engine, take_engine
 from radq.decoding.request import FinishReason, Request, Ticket
 from radq.errors import explain
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.prefill import InTurns, Prefill, Turn
 from radq.registry.details import StepNumbers
 from radq.registry.loaded_guides import Served

@@ -27,7 +27,17 @@ def convert_gguf(source: str | Path, folder: str | Path, dtype: torch.dtype = to
     if not source.is_file():
         raise ModelError(f"there is no file {str(source)!r}.", "give a GGUF file.")
     require_package("gguf", "demo")
-    loaded, tokenizer = _read(source)
+    options: dict[str, Any] = {"gguf_file": source.name}
+    try:
+        with quiet(), _each_call_once():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, IndexError, struct.error) as error:
+        raise ModelError(
+            f"cannot read the GGUF file {str(source)!r}: {first_line(error).rstrip('.:')}.",
+            "it may be truncated, or of an architecture that transformers cannot read from GGUF; copy it again, or "
+            "give another.",
+        ) from error
     config = loaded.config
     del config.quantization_config  # what is saved is no longer quantised
     config._name_or_path = ""
@@ -39,21 +49,6 @@ def convert_gguf(source: str | Path, folder: str | Path, dtype: torch.dtype = to
         model.tie_weights()
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-
-
-def _read(source: Path) -> tuple[Any, Any]:
-    """Read the model, in float32, and the tokenizer."""
-    options: dict[str, Any] = {"gguf_file": source.name}
-    try:
-        with quiet(), _each_call_once():
-            loaded = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
-            return loaded, AutoTokenizer.from_pretrained(source.parent, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, IndexError, struct.error) as error:
-        raise ModelError(
-            f"cannot read the GGUF file {str(source)!r}: {first_line(error).rstrip('.:')}.",
-            "it may be truncated, or of an architecture that transformers cannot read from GGUF; copy it again, or "
-            "give another.",
-        ) from error
 
 
 @contextmanager

@@ -242,7 +242,9 @@ class ModelSource:
             settings = {key: value for key, value in self.adapter.settings.items() if key != "base_model_name_or_path"}
             own = _fingerprint_tensors([self.adapter.weights])
             return fingerprint_values(settings, own, self.base.weights_fingerprint)
-        return _fingerprint_tensors(_weight_files(self.snapshot))
+        if not (files := find_weight_files(self.snapshot)):
+            raise self._lacks("*.safetensors")
+        return _fingerprint_tensors(files)
 
     @property
     def origin(self) -> "Origin":
@@ -295,13 +297,17 @@ def _fingerprint_tensors(files: list[Path]) -> str:
     return remember("tensors", files, lambda: fingerprint_tensors(tensors()))
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The weight files that transformers would load."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    with explained(folder, "model weights"):
-        return [folder / Path(name).name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+def find_weight_files(folder: Path, names: Sequence[str] = ("model.safetensors",)) -> list[Path]:
+    """The weight files that transformers would load, of the first name that is there, whole or in parts."""
+    for name in names:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            with explained(folder, "model weights"):
+                parts = sorted({*json.loads(index.read_text())["weight_map"].values()})
+            return [folder / Path(part).name for part in parts]
+    return []
 
 
 # --- the frozen backbone of a LoRA reward model or a readout ---

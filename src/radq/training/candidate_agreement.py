@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from radq.errors import OptionError
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.reward import RewardModel
 from radq.numerics import pad_left, pad_right
 from radq.training.teacher import GuideSource, RewardSource, Teacher

@@ -28,7 +28,7 @@ from radq.decoding.generate import generate
 from radq.decoding.text import encode_prompts
 from radq.errors import ContextLengthError, DataError, OptionError
 from radq.files import fingerprint_tensors, fingerprint_values
-from radq.guides import Guide
+from radq.guides.base import Guide
 from radq.models.loading import Wrappable, num_logits
 from radq.models.prefill import Turn, finish
 from radq.models.reading import Reader
@@ -363,7 +363,7 @@ def find_candidates(
     longest = max((len(prefix.tokens) for prefix in prefixes), default=1)
     for rows in chunks(order, texts_per_forward(longest * num_logits(lm), lm.device)):
         input_ids, mask = pad_left([prefixes[n].tokens for n in rows], device=lm.device)
-        _, logits = finish(reader.read_everywhere(input_ids, mask, Turn()))  # (b, t, v)
+        logits = finish(reader.read_everywhere(input_ids, mask, Turn()))  # (b, t, v)
         lengths = [len(prefixes[n].places) for n in rows]
         after = [place - 1 - len(prefixes[n].tokens) for n in rows for place in prefixes[n].places]  # from the end
         texts = np.repeat(np.arange(len(rows)), lengths)

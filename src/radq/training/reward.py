@@ -174,9 +174,9 @@ class RewardRun(TrainingRun[RewardTrainingConfig]):
         student.reader.check_vocabulary(num_logits(lm), tokenizer, config.base)
         if student.readout is not None:
             check_base(student.readout.sketch, find_backbone(lm, config.base), repr(config.base))
-        contexts = [context for context in (teacher.context, student.max_tokens) if context is not None]
+        contexts = [context for context in (teacher.context, student.reader.context) if context is not None]
         prompts = choose_prompts(config, self.data, self.eval_data, lm, tokenizer, min(contexts, default=None))
-        known = min(student.num_known, teacher.num_known)
+        known = min(student.vocabulary.num_known, teacher.num_known)
         return CandidateMaker(lm, tokenizer, teacher, prompts, config, known, self.shows)
 
     def _prepare_states(self, base_fingerprint: str) -> list[TokenCache]:
@@ -300,7 +300,7 @@ def _start_from_backbone(config: RewardTrainingConfig, teacher: Teacher | None) 
 def _describe_start(config: RewardTrainingConfig, model: RewardModel | None) -> Start:
     rank = config.lora_rank
     if model is not None:
-        tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.max_tokens
+        tokenizer, backbone, max_tokens = model.tokenizer, model.config.backbone, model.reader.context
         rank = model.config.lora_rank
     else:
         source = ModelSource.find(config.backbone)

@@ -17,7 +17,8 @@ from transformers import EvalPrediction, TrainerCallback, TrainerControl, Traine
 
 from radq.data.dataset import RewardData
 from radq.errors import OptionError
-from radq.guides import Guide, RewardGuide
+from radq.guides.base import Guide
+from radq.guides.reward import RewardGuide
 from radq.models.config import simplify_ranges
 from radq.models.loading import evaluating
 from radq.models.reward import RewardModel

@@ -24,10 +24,9 @@ from radq.data.tables import check_sources
 from radq.errors import ModelError, OptionError
 from radq.files import MODEL_FILES, RUN_FILES, atomic_file, explained_writing, require_own_folder
 from radq.guides.folders import ANTI_EXPERT, EXPERT
-from radq.guides.spec import GUIDES, GuideSpec
+from radq.guides.spec import GuideSpec
 from radq.judges.classifiers import check_classifier
 from radq.settings import read_yaml
-from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import check_language_model, check_reward_model
 from radq.training.config import TrainingConfig
 
@@ -264,9 +263,8 @@ def find_reward_models(name: str) -> list[tuple[str, list[str]]] | None:
     guide = parse_guide(name)
     if guide is None:
         return [(name, [])]
-    if guide.kind is GUIDES["embedded"]:
-        return [(f"{EMBEDDED}:{attribute}", [attribute]) for attribute in guide.settings]
-    return [(guide.folder, list(guide.settings))] if guide.kind is GUIDES["reward"] else None
+    models = guide.kind.models(guide.folder, list(guide.settings))
+    return [(model, list(names)) for model, names in models.items()] if guide.kind.strength is None else None
 
 
 # --- runs ---

@@ -25,8 +25,7 @@ from radq.data.dataset import RewardData
 from radq.decoding.text import UNFINISHED
 from radq.errors import OptionError, VocabularyError
 from radq.files import fingerprint_tensors, fingerprint_values
-from radq.guides import Guide
-from radq.guides.base import ReadsOnce
+from radq.guides.base import Guide, ReadsOnce
 from radq.guides.folders import holds_experts, read_codes
 from radq.guides.spec import GuideSpec
 from radq.judges.base import CachedJudge, Judge
@@ -90,7 +89,7 @@ class RewardSource(Source):
     def __init__(self, model: RewardModel, attributes: Sequence[str] = ()):
         super().__init__()
         require_attributes(attributes, model.config.attributes)
-        self.model, self.vocabularies, self.context = model, [model.vocabulary], model.max_tokens
+        self.model, self.vocabularies, self.context = model, [model.vocabulary], model.reader.context
         self.attributes = list(attributes) or list(model.config.attributes)
         self._columns = [model.config.attributes.index(name) for name in self.attributes]
         self.ranges = [model.config.attribute_ranges[column] for column in self._columns]
