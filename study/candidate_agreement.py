@@ -283,7 +283,7 @@ def _resampled(cells: list[MeasuredCell], metric: str) -> Iterator[tuple[np.ndar
     """Perplexity and attribute of each cell: of all prompts, and of each resample, (1 + r,)."""
     for cell in cells:
         texts = cell.scored_by("minilm")
-        both: list[Sums] = [found(texts) for name in ("perplexity", metric) if (found := METRICS[name].sums)]
+        both: list[Sums] = [METRICS[name].sums(texts) for name in ("perplexity", metric)]
         columns = np.stack([column for sums in both for column in (sums.totals, sums.weights)], 1)
         drawn = np.concatenate([columns.sum(0, keepdims=True), BOOTSTRAP.sums(columns)])
         yield both[0].divide(*drawn[:, :2].T), both[1].divide(*drawn[:, 2:].T)

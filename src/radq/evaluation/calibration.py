@@ -11,7 +11,7 @@ that equal steps of strength are equal steps of the judge's metric.
 Axes of arrays: l levels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +33,7 @@ from radq.evaluation.estimates import (
     estimate_change,
     estimate_ratio,
 )
-from radq.evaluation.metrics import METRICS, corpus_perplexity
+from radq.evaluation.metrics import METRICS
 from radq.evaluation.sweep.config import (
     WHILE_DECODING,
     GuideSweep,
@@ -61,7 +61,6 @@ LEVELS = {  # parts of the usual β, and KL budgets in nats
     "beta": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
     "kl": (0.02, 0.05, 0.1, 0.2, 0.4, 0.8),
 }
-JUDGE_METRICS = tuple(name for name, metric in METRICS.items() if metric.needs_judge)
 
 
 @dataclass(frozen=True)
@@ -116,17 +115,13 @@ class CalibrationPlan:
     def __post_init__(self) -> None:
         check_values(self)
         object.__setattr__(self, "kl_budget", self.budget)
-        object.__setattr__(self, "levels", sorted(set(self.levels)) or self._usual_levels())
+        unit = self._usual_beta() if self.by == "beta" and not self.levels else 1.0
+        usual = [round(part * unit, 6) for part in LEVELS[self.by]]
+        object.__setattr__(self, "levels", sorted(set(self.levels)) or usual)
         if len(self.levels) < 2:
             raise OptionError(
                 f"levels must be two or more different numbers, got {self.levels[0]:g} alone.", "give more levels."
             )
-
-    def _usual_levels(self) -> list[float]:
-        """Levels from the range of the model's rewards, where none are given."""
-        if self.by == "kl":
-            return list(LEVELS["kl"])
-        return [round(part * self._usual_beta(), 6) for part in LEVELS["beta"]]
 
     def _usual_beta(self) -> float:
         """A usual β: config.json has one range of the rewards, or one for each attribute."""
@@ -222,22 +217,22 @@ def calibrate(
 
     sweep = plan.sweep()
     prompts = read_enough_prompts(sweep)
-    folder = find_work_folder(plan, sweep, prompts, check_instruments(sweep, device), cache)
+    models = [
+        ModelSource.find(name).fingerprint for name in (plan.base, calibrated_folder(plan.folder, plan.attribute))
+    ]
+    key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models, check_instruments(sweep, device))
+    folder = (cache or default_cache_folder()) / "calibrations" / key  # another one if any model has changed
     with open_sweep(folder, sweep, prompts):
         generate_all(folder, sweep, prompts, device, progress)
         measure_all(folder, sweep, prompts, device, cache, progress)
         cells = read_measured_cells(folder, sweep, prompts)
-    score = METRICS[plan.metric].sums
-    assert score is not None
-    levels = []
+    bootstrap, levels = Bootstrap(plan.resamples), []
     for measured in sorted(cells, key=lambda measured: plan.level(measured.cell)):
         texts = measured.scored_by(JUDGE)
-        assert texts.nll is not None
-        assert texts.tokens is not None
-        ends = {name: METRICS[name].estimate(texts, Bootstrap(plan.resamples)) for name in measured.known_ends}
-        perplexity = corpus_perplexity(texts.nll, texts.tokens)
-        levels.append(Level(plan.level(measured.cell), score(texts), perplexity, ends))
-    strengths = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, Bootstrap(plan.resamples))
+        score, perplexity = (METRICS[name].sums(texts) for name in (plan.metric, "corpus_perplexity"))
+        ends = {name: METRICS[name].estimate(texts, bootstrap) for name in measured.known_ends}
+        levels.append(Level(plan.level(measured.cell), score, perplexity, ends))
+    strengths = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, bootstrap)
     return _describe(plan, strengths, sweep.guides[GUIDE].beta[-1], prompts, command)
 
 
@@ -246,19 +241,6 @@ def read_enough_prompts(sweep: Sweep) -> list[Prompt]:
     if len(prompts) < 2:
         raise OptionError("a calibration needs 2 or more prompts, got 1.", f"give {TRUSTED_PROMPTS} or more.")
     return prompts
-
-
-def find_work_folder(
-    plan: CalibrationPlan, sweep: Sweep, prompts: list[Prompt], instruments: dict[str, str], cache: Path | None
-) -> Path:
-    """The folder of the cache in which the texts of this plan are kept: another one if any model has changed.
-
-    `instruments` are the fingerprints of the judge and of other models that read the texts.
-    """
-    names = plan.base, calibrated_folder(plan.folder, plan.attribute)
-    models = [ModelSource.find(name).fingerprint for name in names]
-    key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models, instruments)
-    return (cache or default_cache_folder()) / "calibrations" / key
 
 
 def _describe(
@@ -310,50 +292,40 @@ def find_strengths(
         max_ratio: the largest perplexity, as a multiple of the unguided one; the upper end of its interval counts.
         reduce: whether the judge improves where its metric falls.
     """
-    sign = -1.0 if reduce else 1.0
-    measured = [
-        MeasuredLevel(
-            level.place,
-            estimate(level.score, bootstrap),
-            _gain(level, levels[0], sign, bootstrap),
-            estimate_ratio(level.perplexity, levels[0].perplexity, bootstrap),
-            level.ends,
-        )
-        for level in levels
-    ]
+
+    def gain(level: Level, other: Level) -> Estimate:
+        """The improvement of a level on another one."""
+        after, before = (other, level) if reduce else (level, other)
+        return estimate_change(after.score, before.score, bootstrap)
+
+    measured = []
+    for level in levels:
+        ratio = estimate_ratio(level.perplexity, levels[0].perplexity, bootstrap)
+        score = estimate(level.score, bootstrap)
+        measured.append(MeasuredLevel(level.place, score, gain(level, levels[0]), ratio, level.ends))
     outside = (n for n, level in enumerate(measured) if n > 0 and not level.ratio.high <= max_ratio)
     inside = next(outside, len(measured))  # the first levels whose perplexity ratio keeps the bound, with its interval
-    last = _find_last(levels[:inside], sign, bootstrap)
+    last = _find_last(levels[:inside], gain)
     curve = np.array([[level.place, level.gain.value, level.ratio.value] for level in measured[: last + 1]])
     limit: Limit = "judge" if last < inside - 1 else "range"
     if limit == "range" and inside < len(levels):
         limit = "judge"
-        if _gain(levels[inside], levels[last], sign, bootstrap).low > 0:  # it would improve beyond the bound
+        if gain(levels[inside], levels[last]).low > 0:  # it would improve beyond the bound
             limit = "perplexity"
             curve = np.vstack([curve, _cut(measured[last], measured[inside], max_ratio)])
     if not any(level.gain.low > 0 for level in measured[: inside + (limit == "perplexity")]):
         raise DataError(_describe_flat(measured, inside, max_ratio), "use another judge, more prompts or other levels.")
     places, gains, ratios = _spread(curve)
-    return FoundStrengths(places, measured[0].score.value + sign * gains, ratios, measured, limit)
+    return FoundStrengths(places, measured[0].score.value + (-gains if reduce else gains), ratios, measured, limit)
 
 
-def _gain(level: Level, other: Level, sign: float, bootstrap: Bootstrap) -> Estimate:
-    change = estimate_change(level.score, other.score, bootstrap)
-    low, high = sorted((sign * change.low, sign * change.high))
-    return Estimate(sign * change.value, low, high, change.skipped, change.infinite)
-
-
-def _find_last(levels: Sequence[Level], sign: float, bootstrap: Bootstrap) -> int:
+def _find_last(levels: Sequence[Level], gain: Callable[[Level, Level], Estimate]) -> int:
     """Find the first level that improves, and that no later one improves on, by more than the interval.
 
     It is level 0 where no level improves.
     """
-
-    def improves(later: int, n: int) -> bool:
-        return _gain(levels[later], levels[n], sign, bootstrap).low > 0
-
-    better = [n for n in range(1, len(levels)) if improves(n, 0)]
-    best = (n for n in better if not any(improves(later, n) for later in range(n + 1, len(levels))))
+    better = [n for n in range(1, len(levels)) if gain(levels[n], levels[0]).low > 0]
+    best = (n for n in better if not any(gain(later, levels[n]).low > 0 for later in levels[n + 1 :]))
     return next(best, better[-1] if better else 0)
 
 

@@ -115,11 +115,9 @@ def _make_point(texts: ScoredTexts, axis: str, metric: str) -> Point:
     """Compute the sums of a guide's texts at one β."""
     check_metric(metric)
     check_needs(axis, texts)
-    across, attribute = METRICS[axis].sums, METRICS[metric].sums
-    if attribute is None:
+    if METRICS[metric].compute is None:
         raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
-    assert across is not None
-    return across(texts), attribute(texts)
+    return METRICS[axis].sums(texts), METRICS[metric].sums(texts)
 
 
 def mean_difference(

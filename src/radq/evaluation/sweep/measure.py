@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -36,7 +36,6 @@ from radq.sources.model_source import ModelSource
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
 ENDS = ("ended", "length")  # of every text; no model is needed to measure them
 SETTING = ("top_k", "top_p", "kl_budget", "seed")  # that guides share which are compared
-Reads = Literal["continuation", "text", "pair"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class MeasuredCell:
 
     cell: SweepCell
     texts: list[list[str]]
-    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll, ended, length: (p, n)
+    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll, ended, length: (p, n); features: (p, n, d)
 
     def scored_by(self, judge: str | None) -> ScoredTexts:
         """The texts with the scores of a judge, or without any."""
@@ -58,20 +57,15 @@ class MeasuredCell:
         return [name for name in ENDS if name in self.arrays]
 
     def estimate(
-        self,
-        keys: Sequence[str],
-        chosen: Sequence[int],
-        bootstrap: Bootstrap,
-        features: np.ndarray | None = None,
-        reference: np.ndarray | None = None,
+        self, keys: Sequence[str], chosen: Sequence[int], bootstrap: Bootstrap
     ) -> dict[str, dict[str, float | None]]:
         """Compute metrics of the chosen prompts, each by its name, or as metric[judge] of a judge's scores."""
         estimates = {}
         for key in keys:
             metric, judge = metric_and_judge(key)
             texts = self.scored_by(judge)
-            if METRICS[metric].needs_encoder:
-                texts = replace(texts, features=features, reference=reference)
+            if "features" in METRICS[metric].needs:
+                texts = replace(texts, **{name: self.arrays.get(name) for name in METRICS[metric].needs})
             estimates[key] = measure([metric], texts.take(chosen), bootstrap)[metric]
         return _describe_estimates(estimates)
 
@@ -81,10 +75,9 @@ class MeasuredCell:
         """Compute the change of each metric from the unguided cell. MAUVE has none: it is a comparison already."""
         changes = {}
         for key in keys:
-            metric, judge = metric_and_judge(key)
-            sums = METRICS[metric].sums
-            if sums is not None:
-                after, before = (sums(cell.scored_by(judge).take(chosen)) for cell in (self, unguided))
+            name, judge = metric_and_judge(key)
+            if (metric := METRICS[name]).compute is not None:
+                after, before = (metric.sums(cell.scored_by(judge).take(chosen)) for cell in (self, unguided))
                 changes[key] = estimate_change(after, before, bootstrap)
         return _describe_estimates(changes)
 
@@ -103,7 +96,15 @@ def measure_all(
 ) -> None:
     """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete."""
     cells = _read_complete_cells(folder, sweep, prompts)
-    _write_measures(folder, sweep, prompts, cells, device, cache, progress)
+    todo = [each for each in cells if not array_file(folder, each.cell.name).exists()]
+    if todo:
+        lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
+        instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
+        texts = {each.cell: each.texts for each in cells}
+        for each in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
+            unguided = None if each.cell.guide == UNGUIDED else texts[each.cell.reference]
+            arrays = instruments.measure([prompt.text for prompt in prompts], each.texts, unguided=unguided)
+            write_arrays(folder, each.cell.name, arrays | each.arrays)
     measured = _add_measures(folder, cells)
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write_lines(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
@@ -160,7 +161,7 @@ def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
 class Instruments:
     """The models that measure texts: judges by name, and a language model for perplexity."""
 
-    judges: dict[str, tuple[Judge, Reads]]  # with what the judge reads
+    judges: dict[str, tuple[Judge, str]]  # with what the judge reads, as in `JudgeUse`
     lm: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     batch_size: int = 100
@@ -176,12 +177,9 @@ class Instruments:
         batch_size: int = 100,
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
-        loaded: dict[str, tuple[Judge, Reads]] = {
-            name: (to_unit(CachedJudge(_load_judge(use, device), cache)), use.reads) for name, use in judges.items()
-        }
-        if perplexity is None:
-            return cls(loaded)
-        return cls(loaded, *load(perplexity, device, dtype), batch_size)
+        models = (None, None) if perplexity is None else load(perplexity, device, dtype)
+        loaded = {n: (to_unit(CachedJudge(_load_judge(use, device), cache)), use.reads) for n, use in judges.items()}
+        return cls(loaded, *models, batch_size)
 
     def measure(
         self,
@@ -222,28 +220,6 @@ def _load_judge(use: JudgeUse, device: str) -> Judge:
     return judge
 
 
-def _write_measures(
-    folder: Path,
-    sweep: Sweep,
-    prompts: list[Prompt],
-    cells: list[MeasuredCell],
-    device: str,
-    cache: Path | None,
-    progress: bool,
-) -> None:
-    """Write the scores and likelihoods of cells that have none in measures/ yet."""
-    todo = [each for each in cells if not array_file(folder, each.cell.name).exists()]
-    if not todo:
-        return
-    lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
-    instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
-    texts = {each.cell: each.texts for each in cells}
-    for each in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        unguided = None if each.cell.guide == UNGUIDED else texts[each.cell.reference]
-        arrays = instruments.measure([prompt.text for prompt in prompts], each.texts, unguided=unguided) | each.arrays
-        write_arrays(folder, each.cell.name, arrays)
-
-
 # --- metrics ---
 
 
@@ -260,32 +236,31 @@ def _write_metrics(
     texts = {each.cell: each.texts for each in measured}
     unguided = {each.cell: each for each in measured if each.cell.guide == UNGUIDED}
     encoder = None
-    if todo and sweep.mauve is not None and any(METRICS[name].needs_encoder for name in sweep.metrics):
+    if todo and sweep.mauve is not None and any("features" in METRICS[name].needs for name in sweep.metrics):
         encoder = load_encoder(sweep.mauve, device)
 
     @lru_cache(maxsize=2)  # of the last cell and of its reference, which it shares with many others
-    def encode(cell: SweepCell | None) -> np.ndarray | None:
-        return None if encoder is None or cell is None else encode_samples(encoder, texts[cell])
+    def encode(cell: SweepCell) -> np.ndarray:
+        assert encoder is not None
+        return encode_samples(encoder, texts[cell])
 
     for each in tqdm(todo, desc="metrics", unit="cell", disable=not progress):
         other = sweep.mauve_reference(each.cell)
-        features = (encode(each.cell), encode(other)) if other is not None else (None, None)
+        if encoder is not None and other is not None:
+            features = {"features": encode(each.cell), "reference": encode(other)}
+            each = replace(each, arrays=each.arrays | features)
         reference = None if each.cell in unguided else unguided.get(each.cell.reference)
-        rows = [_metrics_row(sweep, each, reference, group, chosen, features) for group, chosen in groups.items()]
+        rows = [_metrics_row(sweep, each, reference, group, chosen) for group, chosen in groups.items()]
         with file.open("ab") as stream:
             append_lines(stream, rows)
 
 
 def _metrics_row(
-    sweep: Sweep,
-    measured: MeasuredCell,
-    unguided: MeasuredCell | None,
-    group: str,
-    chosen: list[int],
-    features: tuple[np.ndarray | None, np.ndarray | None],
+    sweep: Sweep, measured: MeasuredCell, unguided: MeasuredCell | None, group: str, chosen: list[int]
 ) -> dict[str, Any]:
-    """Make the line of metrics.jsonl for a class of prompts. `features` are those of the cell and of its reference."""
-    names = [name for name in sweep.metrics if features[1] is not None or not METRICS[name].needs_encoder]
+    """Make the line of metrics.jsonl for a class of prompts."""
+    has_features = "features" in measured.arrays
+    names = [name for name in sweep.metrics if has_features or "features" not in METRICS[name].needs]
     keys = [*list_judged(sweep.judges), *dict.fromkeys([*names, *measured.known_ends])]
     asked = (keys, chosen, Bootstrap(sweep.resamples))
     return {
@@ -294,7 +269,7 @@ def _metrics_row(
         "group": group,
         "prompts": len(chosen),
         "samples": sweep.samples,
-        "metrics": measured.estimate(*asked, *features),
+        "metrics": measured.estimate(*asked),
         "changes": {} if unguided is None else measured.estimate_changes(unguided, *asked),
     }
 
