@@ -144,7 +144,7 @@ class RewardJudge(Judge):
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
         rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids if texts else []
         limit = self.model.max_tokens
-        self.counts.truncated += sum(limit is not None and len(row) > limit for row in rows)
+        self.counts["truncated"] += sum(limit is not None and len(row) > limit for row in rows)
         by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         size = BATCH_SIZE if self.model.device.type == "cpu" else GPU_BATCH_SIZE
         for first in range(0, len(rows), size):

@@ -9,6 +9,7 @@ can read is cut, and counted. Axes: b texts, t tokens, l labels, d hidden.
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,7 +25,6 @@ from tqdm import tqdm
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
-from radq.judges.base import JudgeCounts
 from radq.judges.classifiers import read_labels
 from radq.models.loading import load_config, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
@@ -48,8 +48,8 @@ class TextReader(ABC):
     group_size: int = 1  # texts in one call, if outputs depend on the others of a call in their last bits; else 1
 
     @cached_property
-    def counts(self) -> JudgeCounts:
-        return JudgeCounts()
+    def counts(self) -> Counter[str]:  # as those of a judge
+        return Counter()
 
     @abstractmethod
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
@@ -102,7 +102,7 @@ class TransformersReader(TextReader):
         for n, row in enumerate(rows):
             if len(row) > self.max_tokens:
                 rows[n] = self.tokenizer(texts[n], truncation=True, max_length=self.max_tokens).input_ids
-                self.counts.truncated += 1
+                self.counts["truncated"] += 1
         return rows
 
 
@@ -135,7 +135,7 @@ class OnnxReader(TextReader):
 
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
         for n, encoding in enumerate(self.tokenizer.encode_batch(list(texts))):
-            self.counts.truncated += bool(encoding.overflowing)
+            self.counts["truncated"] += bool(encoding.overflowing)
             ids = np.array([encoding.ids], dtype=np.int64)
             known = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
             output = self.session.run(None, {name: known[name] for name in self.inputs})[0]
@@ -249,7 +249,7 @@ class Encoder:
 
     @property
     def truncated(self) -> int:
-        return self.reader.counts.truncated
+        return self.reader.counts["truncated"]
 
     def encode(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, "n d"]:
         """Encode each text, in order; the vector of a blank text is NaN."""
