@@ -134,14 +134,10 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
     grid, labels = [], []
     for attribute in rows:
         metric, judge = metric_and_judge(attribute)
-        headings = [_middle_cut(attribute, 100) if judge else "", *[""] * (len(columns) - 1)]
         labels.append(f"{metric}: {METRICS[metric].axis}")
-        grid.append(
-            [
-                Panel(heading, curves, fluency, attribute, published(attribute, fluency))
-                for heading, fluency in zip(headings, columns, strict=True)
-            ]
-        )
+        panels = [Panel("", curves, fluency, attribute, published(attribute, fluency)) for fluency in columns]
+        panels[0] = replace(panels[0], heading=_middle_cut(attribute, 100) if judge else "")
+        grid.append(panels)
     title = f"Trade-off of {', '.join(unique(curve.guide for curve in curves))} on {name_group(group)}"
     return _plot_grid(name, title, grid, labels, curves)
 
@@ -172,8 +168,7 @@ class Panel:
 
 def _plot_grid(name: str, title: str, grid: list[list[Panel]], labels: list[str], curves: list[Curve]) -> Plot:
     """Plot rows of panels, each row with a label, under one legend of `curves`."""
-    with plot_style(name):
-        figure = make_figure()
+    with drawing(name) as figure:
         places = figure.subplots(len(grid), len(grid[0]), squeeze=False, sharey="row")
         drawn: dict[str, Any] = {}  # lines by label, for the legend
         for row, label, panels in zip(places, labels, grid, strict=True):
@@ -204,11 +199,11 @@ def _draw_panel(axes: Any, panel: Panel) -> dict[str, Any]:
     bases = {} if panel.published else _find_bases(panel.curves, panel.fluency)
     for curve in panel.curves:
         base = bases.get(curve.label, 1.0)
-        points = [
-            (step.label, _divide(step.estimate(panel.fluency), base), step.estimate(panel.attribute))
-            for step in curve.steps
-        ]
-        points = [(label, x, y) for label, x, y in points if isfinite(x.value) and isfinite(y.value)]
+        points = []
+        for step in curve.steps:
+            x, y = step.estimate(panel.fluency), step.estimate(panel.attribute)
+            if isfinite(x.value) and isfinite(y.value):
+                points.append((step.label, Estimate(x.value / base, x.low / base, x.high / base), y))
         if points:
             drawn[curve.label] = _draw_curve(axes, curve, _look(curve, panel.curves), points)
     _label_axes(axes, panel.fluency, relative=bool(bases))
@@ -225,18 +220,14 @@ def _find_bases(curves: Sequence[Curve], fluency: str) -> dict[str, float]:
     return bases if all(isfinite(base) and base > 0 for base in bases.values()) else {}
 
 
-def _divide(estimate: Estimate, base: float) -> Estimate:
-    return Estimate(estimate.value / base, estimate.low / base, estimate.high / base)
-
-
 def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tuple[str, Estimate, Estimate]]) -> Any:
-    across, up = [x for _, x, _ in points], [y for _, _, y in points]
-    x, y = [one.value for one in across], [one.value for one in up]
-    errors = {"xerr": error_bars(across), "yerr": error_bars(up)}
-    axes.errorbar(x, y, **errors, fmt="none", ecolor=look["color"], elinewidth=0.9, alpha=0.45, zorder=2)
+    labels, *ends = zip(*points, strict=True)
+    (x, y), (x_bars, y_bars) = ([one.value for one in end] for end in ends), map(error_bars, ends)
+    look_of_bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 0.9, "alpha": 0.45}
+    axes.errorbar(x, y, xerr=x_bars, yerr=y_bars, **look_of_bars, zorder=2)
     (line,) = axes.plot(x, y, **look, zorder=4 if curve.unguided else 3)
-    for label, one, other in [] if curve.unguided else points:
-        _write_at(axes, label, one.value, other.value, look["color"], MARKERS.index(look["marker"]))
+    for place in [] if curve.unguided else zip(labels, x, y, strict=True):
+        _write_at(axes, *place, look["color"], MARKERS.index(look["marker"]))
     return line
 
 
@@ -281,7 +272,7 @@ def _hide_crowded(figure: Any) -> None:
                 shown.append(box)
 
 
-def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
+def error_bars(estimates: Sequence[Estimate]) -> Float[np.ndarray, "2 c"]:
     """Compute the lengths of error bars below and above.
 
     A length is 0 where the end of an interval is unknown, or on the other side of the value.
@@ -314,10 +305,7 @@ def _add_legends(figure: Any, curves: list[Curve], drawn: dict[str, Any]) -> flo
     height = 0.0
     for lines, place, title in ((ours, "upper", "numbers at points: β"), (theirs, "lower", "published numbers")):
         if lines:
-            across = max(1, min(len(lines), LEGEND_CHARACTERS // (max(map(len, lines)) + 8)))
-            height += LEGEND_ROW * (2 - (-len(lines) // across))
-            look = {"loc": f"outside {place} left", "ncols": across, "title": title, "alignment": "left"}
-            figure.legend(lines.values(), lines.keys(), **look)
+            height += 2 * LEGEND_ROW + add_legend(figure, lines, place=place, title=title, alignment="left")
     return height
 
 
@@ -346,8 +334,7 @@ def plot_comparisons(name: str, comparisons: Sequence[Comparison], guides: Seque
     if not known:
         return None
     sizes = list(map(len, by_panel.values()))
-    with plot_style(name):
-        figure = make_figure()
+    with drawing(name) as figure:
         figure.set_size_inches(WIDTH, 0.8 * len(sizes) + 0.3 * sum(sizes))
         panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=[2 + size for size in sizes])
         for axes, part in zip(panels[:, 0], by_panel.values(), strict=True):
@@ -379,16 +366,19 @@ def _draw_forest(axes: Any, comparisons: list[Comparison], guides: Sequence[str]
 
 
 @contextmanager
-def plot_style(name: str) -> Iterator[None]:
-    """Use the style of radq's plots inside the block; `name` makes the ids of the SVG reproducible."""
+def drawing(name: str) -> Iterator[Any]:
+    """Make a figure in the style of radq's plots, which holds in the block; `name` makes ids of the SVG reproducible."""
     matplotlib = require_package("matplotlib", "report")
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about names with letters that the font of the PNG lacks
-        yield
+        yield require_package("matplotlib.figure", "report").Figure(layout="constrained")
 
 
-def make_figure() -> Any:
-    return require_package("matplotlib.figure", "report").Figure(layout="constrained")
+def add_legend(figure: Any, lines: dict[str, Any], width: float = WIDTH, place: str = "upper", **look: Any) -> float:
+    """Add a legend of lines by their labels, above or below a figure of this width; return the height of its rows."""
+    across = max(1, min(len(lines), int(LEGEND_CHARACTERS * width / WIDTH) // (max(map(len, lines)) + 8)))
+    figure.legend(lines.values(), lines.keys(), loc=f"outside {place} left", ncols=across, **look)
+    return LEGEND_ROW * -(-len(lines) // across)
 
 
 def render(figure: Any, name: str, title: str) -> Plot:
@@ -403,8 +393,7 @@ def render(figure: Any, name: str, title: str) -> Plot:
 
 def plot_calibration(calibration: Calibration) -> Plot:
     """Plot what was measured with intervals, the bound of the perplexity, and the strengths by name."""
-    with plot_style("calibration"):
-        figure = make_figure()
+    with drawing("calibration") as figure:
         above, below = figure.subplots(2, 1, sharex=True)
         measured = calibration.measured
         _draw_levels(above, calibration, [point.score for point in measured], COLOURS[0], "o")
