@@ -135,11 +135,6 @@ class BenchConfig:
         size = ModelSource.find(self.lm).config.get("vocab_size")
         return size if isinstance(size, int) else None
 
-    @property
-    def guide_names(self) -> list[str]:
-        """The guides to measure, no guide first."""
-        return [UNGUIDED, *(name for name in dict.fromkeys(self.guides) if name != UNGUIDED)]
-
     def choose_grid(self, device: str, vocab_size: int) -> Grid:
         """The numbers that were given, and those of the device where none were."""
         check_candidates(self.top_k, vocab_size)

@@ -68,10 +68,20 @@ class BenchModels:
         return str(self.lm.device)
 
     def _reward(self, kind: str) -> RewardModel:
-        """The loaded reward model if it is of this kind, else a random one."""
+        """The loaded reward model if it is of this kind, else one with random weights."""
         if self.loaded is not None and self.loaded.config.kind == kind:
             return self.loaded
-        return make_random_reward(kind, self.backbone, find_bos(self.lm.config, self.tokenizer), self.lm)
+        config = RewardModelConfig(
+            kind=kind,  # pyright: ignore[reportArgumentType]
+            attributes=[ATTRIBUTE],
+            backbone=copy.deepcopy(self.backbone),
+            bos_token_id=find_bos(self.lm.config, self.tokenizer),
+            vocabulary=[self.backbone.vocab_size],
+        )
+        with _placed(self.device, self.lm.dtype):
+            model = import_kind(kind)(config)
+        model.init_head(model.backbone.get_input_embeddings().weight)
+        return model.eval()
 
     def make_expert(self) -> PreTrainedModel:
         return make_random_lm(self.backbone, self.device, self.lm.dtype)
@@ -132,21 +142,6 @@ def make_random_lm(config: PreTrainedConfig, device: str, dtype: torch.dtype) ->
     require_memory(size, device, "a model of this shape", "choose a smaller shape or data type.")
     with _placed(device, dtype):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-
-
-def make_random_reward(kind: str, backbone: PreTrainedConfig, bos: int, lm: PreTrainedModel) -> RewardModel:
-    """A reward model with random weights, on the device and in the data type of the language model."""
-    config = RewardModelConfig(
-        kind=kind,  # pyright: ignore[reportArgumentType]
-        attributes=[ATTRIBUTE],
-        backbone=copy.deepcopy(backbone),
-        bos_token_id=bos,
-        vocabulary=[backbone.vocab_size],
-    )
-    with _placed(str(lm.device), lm.dtype):
-        model = import_kind(kind)(config)
-    model.init_head(model.backbone.get_input_embeddings().weight)
-    return model.eval()
 
 
 def make_number_tokenizer(size: int) -> PreTrainedTokenizerBase:

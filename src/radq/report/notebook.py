@@ -123,8 +123,8 @@ def _show(metric: Mapping[str, float | None]) -> str:
 
 
 def _read_estimate(metric: Mapping[str, float | None]) -> Estimate:
-    known = {name: metric[name] for name in ENDINGS}
-    return Estimate(**{name: NAN if value is None else value for name, value in known.items()})
+    value, low, high = (NAN if (end := metric[name]) is None else end for name in ENDINGS)
+    return Estimate(value, low, high)
 
 
 @renamed(num_samples="samples")

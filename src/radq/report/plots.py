@@ -25,7 +25,7 @@ from radq.evaluation.estimates import Estimate
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, metric_and_judge
 from radq.models.calibration import NAMED, Calibration, Interval, MeasuredPoint, Setting
 from radq.report.comparisons import Comparison
-from radq.report.curves import Curve, find_curves, find_unguided, name_group
+from radq.report.curves import Curve, find_curves, name_group
 from radq.report.results import NAN, Result, unique
 from radq.report.tables import metric_keys
 
@@ -214,8 +214,7 @@ def _find_bases(curves: Sequence[Curve], fluency: str) -> dict[str, float]:
     """Find the unguided perplexity by which each curve is divided; empty for other metrics, or where one is unknown."""
     if not METRICS[metric_and_judge(fluency)[0]].wide_range:
         return {}
-    cells = [result for curve in curves for step in curve.steps for result in step.results]
-    unguided = {curve.label: find_unguided(cells, curve) for curve in curves if curve.steps}
+    unguided = {curve.label: curve.reference for curve in curves if curve.steps}
     bases = {label: NAN if step is None else step.estimate(fluency).value for label, step in unguided.items()}
     return bases if all(isfinite(base) and base > 0 for base in bases.values()) else {}
 
@@ -226,8 +225,8 @@ def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tupl
     look_of_bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 0.9, "alpha": 0.45}
     axes.errorbar(x, y, xerr=x_bars, yerr=y_bars, **look_of_bars, zorder=2)
     (line,) = axes.plot(x, y, **look, zorder=4 if curve.unguided else 3)
-    for place in [] if curve.unguided else zip(labels, x, y, strict=True):
-        _write_at(axes, *place, look["color"], MARKERS.index(look["marker"]))
+    for label, across, up in [] if curve.unguided else zip(labels, x, y, strict=True):
+        _write_at(axes, label, across, up, look["color"], MARKERS.index(look["marker"]))
     return line
 
 
@@ -367,7 +366,7 @@ def _draw_forest(axes: Any, comparisons: list[Comparison], guides: Sequence[str]
 
 @contextmanager
 def drawing(name: str) -> Iterator[Any]:
-    """Make a figure in the style of radq's plots, which holds in the block; `name` makes ids of the SVG reproducible."""
+    """Make a figure in the style of radq's plots, which holds in the block; `name` makes its ids reproducible."""
     matplotlib = require_package("matplotlib", "report")
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about names with letters that the font of the PNG lacks

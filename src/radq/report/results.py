@@ -333,9 +333,9 @@ class Row(NamedTuple):
 
     def estimate(self) -> Estimate:
         """A value with the ends of its interval, and the numbers of samples that are left out."""
-        ends = (self.number(name) for name in ("value", "low", "high"))
-        counts = (self.optional_integer(name) or 0 for name in ("skipped", "infinite"))
-        return Estimate(*(NAN if end is None else float(end) for end in ends), *counts)
+        value, low, high = (NAN if end is None else end for end in map(self.number, ("value", "low", "high")))
+        skipped, infinite = (self.optional_integer(name) or 0 for name in ("skipped", "infinite"))
+        return Estimate(value, low, high, skipped, infinite)
 
     @property
     def setting(self) -> str:

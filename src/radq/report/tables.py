@@ -85,7 +85,9 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
         numbers = [getattr(result, name) for name in settings]
         row = [Entry(result.guide), *(Entry("–" if number is None else exact(number)) for number in numbers)]
         row += [Entry(str(result.seed)), *(write_estimate(result.metrics.get(key)) for key in keys)]
-        rows.append([*row, *(_write_cost(name, result.cost.get(name, NAN)) for name in costs)])
+        scales = [2**30 if name == "peak_memory" else 1 for name in costs]
+        used = [result.cost.get(name, NAN) / scale for name, scale in zip(costs, scales, strict=True)]
+        rows.append([*row, *(Entry(number(cost)) for cost in used)])
     return Table(title, header, rows)
 
 
@@ -120,10 +122,6 @@ def interval(estimate: Estimate, sign: str = "") -> str:
 def write_estimate(estimate: Estimate | None, sign: str = "") -> Entry:
     """Write a value with its interval; an unknown one becomes a dash."""
     return Entry("–") if estimate is None else Entry(number(estimate.value, sign), interval(estimate, sign))
-
-
-def _write_cost(name: str, value: float) -> Entry:
-    return Entry(number(value / 2**30 if name == "peak_memory" else value))
 
 
 # --- formats ---
