@@ -175,7 +175,7 @@ def _measure(arguments: Measure) -> None:
             for name, part in zip(("features", "reference"), (texts, *references[:1]), strict=False):
                 arrays[name] = encode_samples(encoder, part.continuations, progress)
         measured = MeasuredCell(SweepCell(cell, None, None, None, None, 0), texts.continuations, arrays)
-        metrics = measured.estimate([*list_judged(judges), *plain], range(len(texts.prompts)), bootstrap)
+        metrics, _ = measured.estimate([*list_judged(judges), *plain], range(len(texts.prompts)), bootstrap)
         rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": metrics})
     if arguments.json:
         print_json({"metrics": rows})

@@ -256,12 +256,6 @@ def _load_linear(source: str, device: str) -> Judge:
     return LinearJudge(judge_folder(attribute) if kind == EMBEDDED else folder, device)
 
 
-def _load_reward(source: str, device: str) -> Judge:
-    """Load a reward model from `FOLDER[#attribute]`."""
-    folder, attribute = _split_label("reward", source)
-    return RewardJudge(folder, attribute, device)
-
-
 def _split_label(kind: str, source: str) -> tuple[str, str | None]:
     folder, _, label = source.partition("#")
     if not folder:
@@ -273,7 +267,7 @@ JUDGES: dict[str, Callable[[str, str], Judge]] = {
     "classifier": partial(_load_labelled, "classifier"),
     "onnx": partial(_load_labelled, "onnx"),
     "linear": _load_linear,
-    "reward": _load_reward,
+    "reward": lambda source, device: RewardJudge(*_split_label("reward", source), device),
     "not": lambda source, device: invert(load_judge(source, device)),
     "openai": lambda source, device: load_rubric_judge(source),
 }

@@ -29,7 +29,7 @@ from radq.evaluation.estimates import Bootstrap, Estimate
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, check_metric, metric_and_judge
 from radq.evaluation.sweep.config import UNGUIDED, SweepCell
 from radq.evaluation.sweep.generate import measure_ends
-from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
+from radq.evaluation.sweep.measure import ENDS, Estimates, Instruments, MeasuredCell
 from radq.guides import Guide
 from radq.guides.spec import GuideSpec, find_base, find_budget
 from radq.judges.base import Judge
@@ -39,7 +39,6 @@ from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, drawing
 from radq.report.results import NAN
 from radq.settings import renamed
 
-Estimates = dict[str, dict[str, float | None]]  # value, low and high of each metric
 ENDINGS = {"value": "", "low": " low", "high": " high"}  # of names in a data frame
 PLAIN_METRICS = ("corpus_perplexity", "kl", "dist_2", "repetition", *ENDS)
 
@@ -188,9 +187,8 @@ def evaluate(
         budget = find_budget(written, DEFAULT_KL_BUDGET) if kl_budget == "auto" else kl_budget
         drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=budget, ends=ends)
         cell = _measure(SweepCell(name, None, top_k, top_p, None, seed), drawn, prompts, instruments, progress)
-        changes = {} if unguided is None else cell.estimate_changes(unguided, *asked)
+        found.append(EvaluatedGuide(name, cell.texts, *cell.estimate(*asked, unguided), drawn[0].kl_budget))
         unguided = unguided or cell
-        found.append(EvaluatedGuide(name, cell.texts, cell.estimate(*asked), changes, drawn[0].kl_budget))
     return Evaluation(list(prompts), found)
 
 

@@ -106,7 +106,6 @@ class Plot:
         return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
 
     def _repr_html_(self) -> str:
-        """The drawing, as notebooks show it."""
         return self.inline
 
     @property
@@ -196,7 +195,11 @@ def _draw_panel(axes: Any, panel: Panel) -> dict[str, Any]:
         (drawn[curve.label],) = axes.plot(x, y, **style, zorder=1)
         for end in (0, -1):
             _write_at(axes, f"{curve.points[end][0]:g}", x[end], y[end], grey, corner=1)
-    bases = {} if panel.published else _find_bases(panel.curves, panel.fluency)
+    is_relative = METRICS[metric_and_judge(panel.fluency)[0]].wide_range and not panel.published
+    references = {curve.label: curve.reference for curve in panel.curves if curve.steps and is_relative}
+    bases = {label: NAN if one is None else one.estimate(panel.fluency).value for label, one in references.items()}
+    if not all(isfinite(base) and base > 0 for base in bases.values()):
+        bases = {}  # where an unguided perplexity is unknown, none is divided by it
     for curve in panel.curves:
         base = bases.get(curve.label, 1.0)
         points = []
@@ -208,15 +211,6 @@ def _draw_panel(axes: Any, panel: Panel) -> dict[str, Any]:
             drawn[curve.label] = _draw_curve(axes, curve, _look(curve, panel.curves), points)
     _label_axes(axes, panel.fluency, relative=bool(bases))
     return drawn
-
-
-def _find_bases(curves: Sequence[Curve], fluency: str) -> dict[str, float]:
-    """Find the unguided perplexity by which each curve is divided; empty for other metrics, or where one is unknown."""
-    if not METRICS[metric_and_judge(fluency)[0]].wide_range:
-        return {}
-    unguided = {curve.label: curve.reference for curve in curves if curve.steps}
-    bases = {label: NAN if step is None else step.estimate(fluency).value for label, step in unguided.items()}
-    return bases if all(isfinite(base) and base > 0 for base in bases.values()) else {}
 
 
 def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tuple[str, Estimate, Estimate]]) -> Any:

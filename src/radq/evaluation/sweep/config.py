@@ -217,11 +217,10 @@ def _check(sweep: Sweep) -> None:
             _require_different(name, getattr(sweep, name))
     for name, guide in sweep.guides.items():
         _check_guide(name, guide)
-        if guide.ask and sweep.engine != "transformers":
-            raise OptionError(
-                f"guide {name!r} asks the base model, which the engine {sweep.engine!r} cannot do.",
-                "use the engine transformers.",
-            )
+        other = "asks the base model" if guide.ask else "is the best of n or unclamped"
+        if sweep.engine != "transformers" and (guide.ask or guide.best_of or not guide.clamp):
+            problem = f"guide {name!r} {other}, which the engine {sweep.engine!r} cannot do."
+            raise OptionError(problem, "use the engine transformers.")
     for judge, use in sweep.judges.items():
         for metric in use.metrics:
             check_metric(metric)
@@ -259,14 +258,11 @@ def _check_guide(name: str, guide: GuideSweep) -> None:
         )
     if guide.ask is not None:
         if not guide.ask or not all(request.strip() for request in guide.ask):
-            raise OptionError(
-                f"guide {name!r} has a blank request.", "write what the base model is asked for under 'ask'."
-            )
-        given = [option for option in ("folder", "weights", "beta", "options", "best_of") if getattr(guide, option)]
-        if given:
-            raise OptionError(
-                f"guide {name!r} asks the base model, which takes no {given[0]}.", f"remove {given[0]!r}."
-            )
+            hint = "write what the base model is asked for under 'ask'."
+            raise OptionError(f"guide {name!r} has a blank request.", hint)
+        for given in ("folder", "weights", "beta", "options", "best_of"):
+            if getattr(guide, given):
+                raise OptionError(f"guide {name!r} asks the base model, which takes no {given}.", f"remove {given!r}.")
         return
     for option in ("folder", "weights"):
         if not getattr(guide, option):

@@ -138,12 +138,6 @@ class VllmSweepEngine(SweepEngine):
 
     def __init__(self, sweep: Sweep, device: str):
         super().__init__(sweep, device)
-        for name, guide in sweep.guides.items():
-            if guide.best_of or not guide.clamp:
-                raise OptionError(
-                    f"guide {name!r} is the best of n or unclamped, which the engine vllm cannot do.",
-                    "use the engine transformers.",
-                )
         require_package("vllm", "vllm")
         from radq.hosts.vllm import VllmEngine
 

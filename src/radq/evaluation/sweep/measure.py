@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES, compare_at_equal
-from radq.evaluation.estimates import Bootstrap, Estimate, estimate_change
+from radq.evaluation.estimates import Bootstrap, estimate_change
 from radq.evaluation.metrics import METRICS, ScoredTexts, measure, metric_and_judge
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell, list_judged
@@ -33,6 +33,7 @@ from radq.judges.readers import Encoder, load_encoder
 from radq.models.loading import load, load_config
 from radq.sources.model_source import ModelSource
 
+Estimates = dict[str, dict[str, float | None]]  # the fields of `Estimate` by metric; None for an unknown number
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
 ENDS = ("ended", "length")  # of every text; no model is needed to measure them
 SETTING = ("top_k", "top_p", "kl_budget", "seed")  # that guides share which are compared
@@ -57,38 +58,32 @@ class MeasuredCell:
         return [name for name in ENDS if name in self.arrays]
 
     def estimate(
-        self, keys: Sequence[str], chosen: Sequence[int], bootstrap: Bootstrap
-    ) -> dict[str, dict[str, float | None]]:
-        """Compute metrics of the chosen prompts, each by its name, or as metric[judge] of a judge's scores."""
-        estimates = {}
-        for key in keys:
-            metric, judge = metric_and_judge(key)
-            texts = self.scored_by(judge)
-            if "features" in METRICS[metric].needs:
-                texts = replace(texts, **{name: self.arrays.get(name) for name in METRICS[metric].needs})
-            estimates[key] = measure([metric], texts.take(chosen), bootstrap)[metric]
-        return _describe_estimates(estimates)
+        self,
+        keys: Sequence[str],
+        chosen: Sequence[int],
+        bootstrap: Bootstrap,
+        unguided: "MeasuredCell | None" = None,
+    ) -> tuple[Estimates, Estimates]:
+        """Compute metrics of the chosen prompts, each by its name, or as metric[judge] of a judge's scores.
 
-    def estimate_changes(
-        self, unguided: "MeasuredCell", keys: Sequence[str], chosen: Sequence[int], bootstrap: Bootstrap
-    ) -> dict[str, dict[str, float | None]]:
-        """Compute the change of each metric from the unguided cell. MAUVE has none: it is a comparison already."""
-        changes = {}
+        The second result are their changes from the unguided cell. MAUVE has none: it is a comparison already.
+        """
+        metrics, changes = {}, {}
         for key in keys:
             name, judge = metric_and_judge(key)
-            if (metric := METRICS[name]).compute is not None:
-                after, before = (metric.sums(cell.scored_by(judge).take(chosen)) for cell in (self, unguided))
-                changes[key] = estimate_change(after, before, bootstrap)
-        return _describe_estimates(changes)
+            metric, texts = METRICS[name], self.scored_by(judge)
+            if "features" in metric.needs:
+                texts = replace(texts, **{needed: self.arrays.get(needed) for needed in metric.needs})
+            metrics[key] = _for_json(vars(measure([name], texts.take(chosen), bootstrap)[name]))
+            if unguided is not None and metric.compute is not None:
+                after, before = (metric.sums(one.take(chosen)) for one in (texts, unguided.scored_by(judge)))
+                changes[key] = _for_json(vars(estimate_change(after, before, bootstrap)))
+        return metrics, changes
 
 
-def _describe_estimates(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
-    return {key: {name: _for_json(n) for name, n in vars(estimate).items()} for key, estimate in estimates.items()}
-
-
-def _for_json(value: float) -> float | None:
+def _for_json(numbers: Mapping[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinity, which JSON does not have, by None."""
-    return value if math.isfinite(value) else None
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
 
 def measure_all(
@@ -262,15 +257,15 @@ def _metrics_row(
     has_features = "features" in measured.arrays
     names = [name for name in sweep.metrics if has_features or "features" not in METRICS[name].needs]
     keys = [*list_judged(sweep.judges), *dict.fromkeys([*names, *measured.known_ends])]
-    asked = (keys, chosen, Bootstrap(sweep.resamples))
+    metrics, changes = measured.estimate(keys, chosen, Bootstrap(sweep.resamples), unguided)
     return {
         "cell": measured.cell.name,
         **asdict(measured.cell),
         "group": group,
         "prompts": len(chosen),
         "samples": sweep.samples,
-        "metrics": measured.estimate(*asked),
-        "changes": {} if unguided is None else measured.estimate_changes(unguided, *asked),
+        "metrics": metrics,
+        "changes": changes,
     }
 
 
@@ -339,7 +334,7 @@ def _compare(
         difference = compare_at_equal(axis, ours, theirs, metric, Bootstrap(sweep.resamples))
     except OptionError as error:  # too few values of β, or no common range
         return row | {"value": None, "low": None, "high": None, "range": None, "reason": error.message}
-    numbers = {name: _for_json(getattr(difference, name)) for name in ("value", "low", "high")}
+    numbers = _for_json({name: getattr(difference, name) for name in ("value", "low", "high")})
     return row | numbers | {"range": list(difference.range), "reason": None}
 
 
