@@ -137,17 +137,13 @@ class CalibrationPlan:
         """The KL budget of each token where strengths differ in β; None for no budget."""
         return None if self.kl_budget == "none" else self.kl_budget
 
-    @property
-    def sign(self) -> int:
-        return -1 if self.reduce else 1
-
     def sweep(self) -> Sweep:
         """The sweep that writes and judges the texts of all levels."""
         betas = self.levels if self.by == "beta" else [LEVELS["beta"][-1] * self._usual_beta()]
         return Sweep(
             base=self.base,
             prompts=[PromptFile(self.prompts, limit=self.limit, group="all")],
-            guides={GUIDE: GuideSweep(self.folder, {self.attribute: float(self.sign)}, betas)},
+            guides={GUIDE: GuideSweep(self.folder, {self.attribute: -1.0 if self.reduce else 1.0}, betas)},
             judges={JUDGE: JudgeUse(self.judge, [self.metric], self.reads)},
             metrics=["corpus_perplexity", "kl"],
             perplexity=WHILE_DECODING,
@@ -167,20 +163,18 @@ class CalibrationPlan:
     def setting(self, level: float, largest: float) -> tuple[float, float | None]:
         """β and KL budget at a level, rounded; `largest` is the one β of a calibration of KL budgets."""
         beta, budget = (level, self.budget) if self.by == "beta" else (largest, level)
-        return round(self.sign * beta, 4) + 0.0, None if budget is None else round(budget, 5)  # + 0.0: no sign of −0
+        beta = round(-beta if self.reduce else beta, 4) + 0.0  # without the sign of −0
+        return beta, None if budget is None else round(budget, 5)
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a guide, and the sums of the metrics of its texts. Level 0 is the unguided base model.
-
-    `ends` are metrics of when texts end, by name; they decide nothing.
-    """
+    """A level of a guide, and the sums of the metrics of its texts. Level 0 is the unguided base model."""
 
     place: float
     score: Sums
     perplexity: Sums
-    ends: dict[str, Estimate] = field(default_factory=dict)
+    ends: dict[str, Estimate] = field(default_factory=dict)  # metrics of when texts end, which decide nothing
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,7 @@ def calibrate(
 ) -> Calibration:
     """Write, judge and measure the texts of all levels, unless the cache holds them, and find the strengths."""
     from radq.evaluation.sweep.generate import generate_all
-    from radq.evaluation.sweep.measure import check_instruments, measure_all, read_measured_cells
+    from radq.evaluation.sweep.measure import check_instruments, measure_all
 
     sweep = plan.sweep()
     prompts = read_enough_prompts(sweep)
@@ -224,8 +218,7 @@ def calibrate(
     folder = (cache or default_cache_folder()) / "calibrations" / key  # another one if any model has changed
     with open_sweep(folder, sweep, prompts):
         generate_all(folder, sweep, prompts, device, progress)
-        measure_all(folder, sweep, prompts, device, cache, progress)
-        cells = read_measured_cells(folder, sweep, prompts)
+        cells = measure_all(folder, sweep, prompts, device, cache, progress)
     bootstrap, levels = Bootstrap(plan.resamples), []
     for measured in sorted(cells, key=lambda measured: plan.level(measured.cell)):
         texts = measured.scored_by(JUDGE)
@@ -320,19 +313,14 @@ def find_strengths(
 
 
 def _find_last(levels: Sequence[Level], gain: Callable[[Level, Level], Estimate]) -> int:
-    """Find the first level that improves, and that no later one improves on, by more than the interval.
-
-    It is level 0 where no level improves.
-    """
+    """Find the first level that improves, and that no later one improves on, by more than its interval; or else 0."""
     better = [n for n in range(1, len(levels)) if gain(levels[n], levels[0]).low > 0]
     best = (n for n in better if not any(gain(later, levels[n]).low > 0 for later in levels[n + 1 :]))
     return next(best, better[-1] if better else 0)
 
 
 def _cut(inner: MeasuredLevel, outer: MeasuredLevel, max_ratio: float) -> Float[np.ndarray, " 3"]:
-    """The place between two levels at which the upper end of the perplexity ratio reaches its bound, with gain and
-    ratio there.
-    """
+    """The place between two levels where the upper end of the ratio reaches its bound, with gain and ratio there."""
     inner_high = inner.ratio.high if inner.place > 0 else 1.0
     share = (max_ratio - inner_high) / (outer.ratio.high - inner_high)
     first, second = (np.array([level.place, level.gain.value, level.ratio.value]) for level in (inner, outer))

@@ -104,12 +104,12 @@ class Demonstration:
     cells: list[DemoCell]  # unguided first
 
 
-def load_demo_models(attributes: Sequence[str] = tuple(ATTRIBUTES), device: str = "cpu") -> DemoModels:
+def load_demo_models(device: str = "cpu") -> DemoModels:
     """Load the models. The first call on a machine converts the base model, which takes a quarter of a minute."""
     lm, tokenizer = load(EMBEDDED, device)
-    rewards = {name: RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device) for name in attributes}
+    rewards = {name: RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device) for name in ATTRIBUTES}
     encoder = load_encoder(EMBEDDED, device)
-    judges: dict[str, Judge] = {name: LinearJudge(judge_folder(name), device, encoder) for name in attributes}
+    judges: dict[str, Judge] = {name: LinearJudge(judge_folder(name), device, encoder) for name in ATTRIBUTES}
     return DemoModels(lm, tokenizer, rewards, judges)
 
 

@@ -53,10 +53,7 @@ class Judge(ABC):
 
     @abstractmethod
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, none of which is blank, in batches and in any order.
-
-        An empty batch stands for a text that cannot be scored.
-        """
+        """Yield the scores of texts that are not blank, in batches in any order; an empty one for a missing score."""
 
     @cached_property
     def counts(self) -> Counter[str]:

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -188,10 +189,8 @@ def _choose_wait(failures: int, asked: float) -> float:
 
 def _read_wait(header: str | None) -> float:
     """The seconds of a header Retry-After, which holds a number or a date; 0 for anything else."""
-    try:
+    with suppress(ValueError):
         return max(0.0, float(header or 0))
-    except ValueError:
-        pass
     try:
         date = parsedate_to_datetime(header or "")
         return max(0.0, (date - datetime.now(UTC if date.tzinfo else None)).total_seconds())

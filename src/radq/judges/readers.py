@@ -83,9 +83,7 @@ class TransformersReader(TextReader):
         self.problem_type = config.problem_type
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source.name))
         self.pad = _pad_token(self.model, self.tokenizer, source.name)
-        self.name = source.identity
-        if num_layers is not None:
-            self.name += f"/{num_layers}"
+        self.name = source.identity if num_layers is None else f"{source.identity}/{num_layers}"
 
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
         rows = self._encode(texts)
@@ -237,14 +235,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 @final
 class Encoder:
-    """Turns texts into vectors of length 1: the mean of the last hidden states over a text's tokens, scaled.
-
-    `name` identifies the weights by their content.
-    """
+    """Turns texts into vectors of length 1: the mean of the last hidden states over a text's tokens, scaled."""
 
     def __init__(self, reader: TextReader):
         self.reader = reader
-        self.name = reader.name
+        self.name = reader.name  # identifies the weights by their content
         self.size = next(reader.read(["a"]))[1].shape[-1]  # d
 
     @property

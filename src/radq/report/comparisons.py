@@ -63,10 +63,7 @@ def _side(change: Estimate) -> int:
 
 
 def _widest(guided: Estimate, unguided: Estimate) -> Estimate:
-    """Compute a change from the ends of two intervals, for runs without intervals of changes.
-
-    The interval of the result is too wide rather than too narrow.
-    """
+    """Compute a change with too wide an interval from two intervals, for runs without intervals of changes."""
     value = guided.value - unguided.value
     return Estimate(value, guided.low - unguided.high, guided.high - unguided.low)
 
@@ -83,10 +80,7 @@ def find_missing(run: Run) -> list[str]:
 
 
 def describe_comparisons(comparisons: Sequence[Comparison]) -> list[str]:
-    """Say how our guide stands, in a sentence for each run, class of prompts and axis.
-
-    The sentence is about the first metric that has a value there.
-    """
+    """Say for each run, class of prompts and axis how our guide stands in the first metric that has a value there."""
     sentences: dict[tuple[str, str, str], list[Comparison]] = {}
     for comparison in comparisons:
         others = sentences.setdefault((comparison.run, comparison.place, comparison.axis), [])

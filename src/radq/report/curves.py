@@ -35,10 +35,7 @@ class CurveStep:
     results: list[Result]
 
     def estimate(self, metric: str) -> Estimate:
-        """Average a metric over seeds, and the ends of its intervals likewise.
-
-        All seeds continue the same prompts, so that this interval is too wide rather than too narrow.
-        """
+        """Average a metric over seeds, and the ends of its intervals: rather too wide, as all have the same prompts."""
         return _average([result.metrics[metric] for result in self.results if metric in result.metrics])
 
     def change(self, metric: str) -> Estimate:
@@ -211,10 +208,7 @@ class Change:
 
 
 def find_changes(run: Run) -> list[Change]:
-    """Compare each guide with the unguided base model, at the strongest β whose perplexity is not too high.
-
-    The metrics are those of judges, and the perplexity.
-    """
+    """Compare each guide with the unguided base model, in the metrics of judges and perplexity, at the step shown."""
     changes: list[Change] = []
     for results in split_groups(run.results).values():
         curves = [curve for curve in find_curves(results) if not curve.unguided]

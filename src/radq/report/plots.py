@@ -119,10 +119,7 @@ class Plot:
 
 
 def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: Published) -> Plot | None:
-    """Plot every attribute of a class of prompts against perplexity, KL and MAUVE, where these were measured.
-
-    The plot is None where there is nothing to draw.
-    """
+    """Plot the attributes of a class of prompts against perplexity, KL and MAUVE; None where there is none of both."""
     keys = [key for key in metric_keys(results) if _is_measured(key, results)]
     rows, columns = (
         [key for key in keys if metric_and_judge(key)[0] in metrics] for metrics in (ATTRIBUTE_METRICS, FLUENCY_METRICS)
@@ -266,10 +263,7 @@ def _hide_crowded(figure: Any) -> None:
 
 
 def error_bars(estimates: Sequence[Estimate]) -> Float[np.ndarray, "2 c"]:
-    """Compute the lengths of error bars below and above.
-
-    A length is 0 where the end of an interval is unknown, or on the other side of the value.
-    """
+    """Compute the lengths of error bars below and above, 0 for an end that is unknown or on the value's other side."""
     low = [one.value - one.low if isfinite(one.low) else 0.0 for one in estimates]
     high = [one.high - one.value if isfinite(one.high) else 0.0 for one in estimates]
     return np.maximum(np.array([low, high]), 0.0)
@@ -316,10 +310,7 @@ def _middle_cut(name: str, length: int) -> str:
 
 
 def plot_comparisons(name: str, comparisons: Sequence[Comparison], guides: Sequence[str]) -> Plot | None:
-    """Plot the differences at equal perplexity or KL with their intervals, a line per other guide and class of prompts.
-
-    Each metric has a panel for each of both.
-    """
+    """Plot differences with intervals, a panel per metric and axis, a line per other guide and class of prompts."""
     known = [comparison for comparison in comparisons if comparison.is_known]
     by_panel: dict[tuple[str, str], list[Comparison]] = {}
     for comparison in known:

@@ -60,10 +60,7 @@ ALIKE, UNKNOWN = "not told apart from", "not compared with"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A metric of one guide minus that of another one, at equal perplexity or at equal KL.
-
-    The difference is NaN where the guides have no common range.
-    """
+    """A metric of one guide minus that of another at equal perplexity or KL; NaN where they have no common range."""
 
     run: str
     ours: str

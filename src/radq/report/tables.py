@@ -91,7 +91,7 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
     return Table(title, header, rows)
 
 
-def left_out_table(results: Sequence[Result], title: str = "") -> Table:
+def left_out_table(results: Sequence[Result]) -> Table:
     """Count the samples that are left out of a metric, over all cells of a guide; guides without any have no row."""
     counts: dict[tuple[str, str, str], np.ndarray] = {}
     for result in results:
@@ -100,7 +100,7 @@ def left_out_table(results: Sequence[Result], title: str = "") -> Table:
             count += (estimate.skipped, estimate.infinite, isnan(estimate.value))
     rows = [[*map(Entry, names), *(Entry(str(n)) for n in count)] for names, count in counts.items() if count.any()]
     header = ["guide", "prompts", "metric", "blank samples", "infinite samples", "cells without a value"]
-    return Table(title, header, rows, words=3)
+    return Table("", header, rows, words=3)
 
 
 def number(value: float, sign: str = "") -> str:

@@ -94,10 +94,7 @@ def require_same_writers(folder: Path, sweep: Sweep) -> None:
 
 
 def require_same_models(folder: Path, fingerprints: dict[str, str], work: str = "measures/*.npz") -> None:
-    """Refuse to go on with the `work` of models in a folder if the fingerprint of one of them has changed.
-
-    The folder gets the fingerprints that it does not hold.
-    """
+    """Refuse to go on with the `work` of models that have changed; the folder gets fingerprints that it lacks."""
     file, has_begun = folder / FINGERPRINTS, any(done.stat().st_size for done in folder.glob(work))
     known: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if has_begun and not fingerprints.keys() <= known.keys():
@@ -158,14 +155,13 @@ def read_costs(folder: Path) -> dict[str, dict[str, float]]:
         for name in SUMMED:
             cell[name] += math.nan if row[name] is None else row[name]  # a sum with an unknown part is unknown
         cell["peak_memory"] = max(cell["peak_memory"], row["peak_memory"])
-    return {name: _find_rates(cell) for name, cell in sums.items()}
-
-
-def _find_rates(cell: dict[str, float]) -> dict[str, float]:
-    rates = {
-        "tokens_per_second": cell["tokens"] / cell["seconds"],
-        "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else math.nan,
-        "expert_tokens_per_token": cell["expert_tokens"] / cell["tokens"],
-        "peak_memory": cell["peak_memory"],
-    }
-    return {name: rate for name, rate in rates.items() if not math.isnan(rate)}
+    costs = {}
+    for name, cell in sums.items():
+        rates = {
+            "tokens_per_second": cell["tokens"] / cell["seconds"],
+            "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else math.nan,
+            "expert_tokens_per_token": cell["expert_tokens"] / cell["tokens"],
+            "peak_memory": cell["peak_memory"],
+        }
+        costs[name] = {rate: number for rate, number in rates.items() if not math.isnan(number)}
+    return costs

@@ -88,8 +88,8 @@ def _for_json(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 def measure_all(
     folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, cache: Path | None = None, progress: bool = False
-) -> None:
-    """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete."""
+) -> list[MeasuredCell]:
+    """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete; return these."""
     cells = _read_complete_cells(folder, sweep, prompts)
     todo = [each for each in cells if not array_file(folder, each.cell.name).exists()]
     if todo:
@@ -103,6 +103,7 @@ def measure_all(
     measured = _add_measures(folder, cells)
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write_lines(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
+    return measured
 
 
 def read_measured_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> list[MeasuredCell]:
@@ -115,10 +116,7 @@ def _add_measures(folder: Path, cells: list[MeasuredCell]) -> list[MeasuredCell]
 
 
 def check_instruments(sweep: Sweep, device: str) -> dict[str, str]:
-    """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation.
-
-    The result are their fingerprints.
-    """
+    """Load judges and encoder, and find the model of perplexity, so that mistakes show early; return fingerprints."""
     instruments = {f"the judge {name!r}": _load_judge(use, device).name for name, use in sweep.judges.items()}
     if sweep.perplexity not in (None, WHILE_DECODING):
         source = ModelSource.find(sweep.perplexity)
@@ -135,18 +133,18 @@ def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> l
     rows: dict[str, list[dict[str, Any]]] = {cell.name: [{} for _ in prompts] for cell in sweep.cells()}
     for row in read_lines(file) if file.exists() else ():
         rows[row["cell"]][row["prompt"]] = row
-    complete = [cell for cell in sweep.cells() if all(rows[cell.name])]
+    complete = []
+    for cell in sweep.cells():
+        own = rows[cell.name]
+        if all(own):
+            noted = [name for name in (*LIKELIHOODS, *ENDS) if all(name in row for row in own)]  # older runs lack some
+            arrays = {name: np.array([row[name] for row in own]) for name in noted}
+            complete.append(MeasuredCell(cell, [row["continuations"] for row in own], arrays))
     if not complete:
         raise DataError(
             f"{str(file)!r} holds no complete cell yet.", "generate first: use the same command without --only-measure."
         )
-    return [_read_cell(cell, rows[cell.name]) for cell in complete]
-
-
-def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
-    noted = [name for name in (*LIKELIHOODS, *ENDS) if all(name in row for row in rows)]  # older runs lack some
-    arrays = {name: np.array([row[name] for row in rows]) for name in noted}
-    return MeasuredCell(cell, [row["continuations"] for row in rows], arrays)
+    return complete
 
 
 # --- scores and likelihoods ---
@@ -157,8 +155,7 @@ class Instruments:
     """The models that measure texts: judges by name, and a language model for perplexity."""
 
     judges: dict[str, tuple[Judge, str]]  # with what the judge reads, as in `JudgeUse`
-    lm: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    lm: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
     batch_size: int = 100
 
     @classmethod
@@ -172,9 +169,9 @@ class Instruments:
         batch_size: int = 100,
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
-        models = (None, None) if perplexity is None else load(perplexity, device, dtype)
+        lm = None if perplexity is None else load(perplexity, device, dtype)
         loaded = {n: (to_unit(CachedJudge(_load_judge(use, device), cache)), use.reads) for n, use in judges.items()}
-        return cls(loaded, *models, batch_size)
+        return cls(loaded, lm, batch_size)
 
     def measure(
         self,
@@ -202,8 +199,8 @@ class Instruments:
                 whole = [b + a if a.strip() else a for b, a in zip(before, others, strict=True)]
                 scores = score_pairs(judge, read, whole, progress)
             arrays[f"scores[{name}]"] = scores.reshape(shape)
-        if self.lm is not None and self.tokenizer is not None:
-            likelihoods = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size, progress)
+        if self.lm is not None:
+            likelihoods = measure_likelihoods(*self.lm, before, after, self.batch_size, progress)
             arrays |= {name: getattr(likelihoods, name).reshape(shape) for name in ("nll", "tokens")}
         return arrays
 
