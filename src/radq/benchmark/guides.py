@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from radq.benchmark.config import SHAPES, BenchConfig, Shape, kind_of
+from radq.benchmark.config import SHAPES, BenchConfig, kind_of
 from radq.guides import DExpertsGuide, GeDiGuide, Guide, RewardGuide
 from radq.guides.base import Advice
 from radq.models.config import RewardModelConfig
@@ -91,35 +91,23 @@ def load_models(config: BenchConfig, device: str) -> BenchModels:
     """Load or make the language model, and load the reward model if one is named."""
     if config.lm in SHAPES:
         shape = SHAPES[config.lm]
-        lm, tokenizer = make_random_lm(_configure(shape, shape.lm), device, _random_dtype(config.dtype, device)), None
-        backbone = _configure(shape, shape.reward)
+        own, backbone = (
+            AutoConfig.for_model(shape.family, **shape.shared, **part) for part in (shape.lm, shape.reward)
+        )
+        usual = "float32" if kind_of(device) == "cpu" else "bfloat16"
+        dtype = getattr(torch, usual if config.dtype == "auto" else config.dtype)
+        lm, tokenizer = make_random_lm(own, device, dtype), None
     else:
         lm, tokenizer = load(config.lm, device, config.dtype)
-        backbone = _first_layers(lm.config)
+        backbone = copy.deepcopy(lm.config)
+        truncate(backbone, math.ceil(REWARD_LAYERS * lm.config.num_hidden_layers))
+        backbone._name_or_path = ""
     loaded = None
     if config.reward is not None:
         loaded = RewardModel.from_pretrained(config.reward, device, dtype=lm.dtype)
         assert loaded.config.backbone is not None
         backbone = loaded.config.backbone
     return BenchModels(lm, tokenizer or make_number_tokenizer(lm.config.vocab_size), backbone, loaded)
-
-
-def _configure(shape: Shape, own: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(shape.family, **shape.shared, **own)
-
-
-def _first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a language model with fewer layers."""
-    backbone = copy.deepcopy(config)
-    truncate(backbone, math.ceil(REWARD_LAYERS * config.num_hidden_layers))
-    backbone._name_or_path = ""
-    return backbone
-
-
-def _random_dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if kind_of(device) == "cpu" else torch.bfloat16
-    return getattr(torch, name)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ AXES: dict[Axis, str] = {"top_k": "candidates k", "rows": "rows", "prompt_tokens
 
 def plot_bench(result: BenchResult) -> Plot:
     """Plot times over candidates, rows and prompts, a column for each of them that has several values."""
-    axes = _find_axes(result)
+    several = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1]
+    axes: list[Axis] = several or ["top_k"]
     with drawing("bench") as figure:
         panels = figure.subplots(2, len(axes), squeeze=False, sharey="row", sharex="col")
         drawn: dict[str, Any] = {}  # lines by label, for the legend
@@ -28,12 +29,6 @@ def plot_bench(result: BenchResult) -> Plot:
         width = max(5.5, WIDTH * len(axes) / 3)
         figure.set_size_inches(width, 1.6 * PANEL_HEIGHT + add_legend(figure, drawn, width))
         return render(figure, "bench", f"Time per token of {result.lm} on {result.machine}")
-
-
-def _find_axes(result: BenchResult) -> list[Axis]:
-    """The axes with several values; the candidates if there is none."""
-    found: list[Axis] = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1]
-    return found or ["top_k"]
 
 
 def _draw_panel(axes: Any, result: BenchResult, axis: Axis, measure: str) -> dict[str, Any]:

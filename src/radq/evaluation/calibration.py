@@ -45,13 +45,7 @@ from radq.evaluation.sweep.config import (
 )
 from radq.evaluation.sweep.folder import open_sweep
 from radq.files import default_cache_folder, fingerprint_values
-from radq.models.calibration import (
-    Calibration,
-    Interval,
-    MeasuredPoint,
-    StrengthPoint,
-    calibrated_folder,
-)
+from radq.models.calibration import Calibration, Interval, MeasuredPoint, StrengthPoint, calibrated_folder
 from radq.settings import COUNT, Range, check_values
 from radq.sources.model_source import ModelSource, fingerprint_weights_in
 

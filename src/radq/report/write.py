@@ -43,17 +43,7 @@ from radq.report.curves import (
     warn_of_few_prompts,
 )
 from radq.report.plots import Plot, PublishedCurve, choose_colour, plot_comparisons, plot_tradeoff
-from radq.report.results import (
-    NAN,
-    Comparison,
-    PromptSamples,
-    Result,
-    Run,
-    Sample,
-    read_runs,
-    read_samples,
-    unique,
-)
+from radq.report.results import NAN, Comparison, PromptSamples, Result, Run, Sample, read_runs, read_samples, unique
 from radq.report.tables import left_out_table, metric_keys, number, result_table, to_csv, to_latex, to_markdown
 
 BASES = ("GPT-2-Large", "LLaMA-2-7b", "LLaMA-2-13b")

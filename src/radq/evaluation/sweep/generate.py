@@ -190,10 +190,6 @@ class Chunk:
     first: int
     prompts: list[Prompt]
 
-    @property
-    def keys(self) -> list[tuple[str, int]]:
-        return [(self.cell.name, self.first + number) for number in range(len(self.prompts))]
-
 
 def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, progress: bool = False) -> None:
     """Generate and write all texts that generations.jsonl does not hold yet."""
@@ -214,8 +210,8 @@ def _keep_complete_chunks(stream: BinaryIO, chunks: list[Chunk]) -> int:
     stream.seek(0)
     done = end = 0
     for chunk in chunks:
-        lines = [stream.readline() for _ in chunk.prompts]
-        if [_read_key(line) for line in lines] != chunk.keys:
+        keys = [(chunk.cell.name, number) for number, _ in enumerate(chunk.prompts, chunk.first)]
+        if [_read_key(stream.readline()) for _ in chunk.prompts] != keys:
             break
         done, end = done + 1, stream.tell()
     stream.truncate(end)

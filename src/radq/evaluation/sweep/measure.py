@@ -58,11 +58,7 @@ class MeasuredCell:
         return [name for name in ENDS if name in self.arrays]
 
     def estimate(
-        self,
-        keys: Sequence[str],
-        chosen: Sequence[int],
-        bootstrap: Bootstrap,
-        unguided: "MeasuredCell | None" = None,
+        self, keys: Sequence[str], chosen: Sequence[int], bootstrap: Bootstrap, unguided: "MeasuredCell | None" = None
     ) -> tuple[Estimates, Estimates]:
         """Compute metrics of the chosen prompts, each by its name, or as metric[judge] of a judge's scores.
 
