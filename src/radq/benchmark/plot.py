@@ -14,8 +14,8 @@ AXES: dict[Axis, str] = {"top_k": "candidates k", "rows": "rows", "prompt_tokens
 
 def plot_bench(result: BenchResult) -> Plot:
     """Plot times over candidates, rows and prompts, a column for each of them that has several values."""
-    several = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1]
-    axes: list[Axis] = several or ["top_k"]
+    axes: list[Axis] = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1]
+    axes = axes or ["top_k"]
     with drawing("bench") as figure:
         panels = figure.subplots(2, len(axes), squeeze=False, sharey="row", sharex="col")
         drawn: dict[str, Any] = {}  # lines by label, for the legend

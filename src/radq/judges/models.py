@@ -46,14 +46,14 @@ class ClassifierJudge(Judge):
     softmax.
     """
 
-    def __init__(self, kind: str, reader: TextReader, label: str | None):
+    def __init__(self, kind: str, reader: TextReader, label: str | None, attribute: str | None = None):
         self.reader, self.counts, self.group_size = reader, reader.counts, reader.group_size
         labels = find_outputs(reader)
         if label is None and not reader.labels and len(labels) == 2:
             label = labels[-1]  # the outputs of a binary classifier without names are no and yes
         self.index = choose_label(labels, label, reader.name)
-        self.attribute = labels[self.index]
-        self.name = f"{kind}:{reader.name}#{self.attribute}"
+        self.attribute = attribute or labels[self.index]
+        self.name = f"{kind}:{reader.name}#{labels[self.index]}"
         self.link = find_link(reader.problem_type, len(labels))
         if self.link == "identity":
             self.name += "/regression"
@@ -230,11 +230,7 @@ def load_classifier(text: str, device: str = "cpu") -> list[Judge]:
         )
     chosen = choose_labels(name, labels)
     shared = RememberingReader(reader) if len(chosen) > 1 else reader
-    judges: list[Judge] = []
-    for index, attribute in chosen:
-        judges.append(ClassifierJudge(kind, shared, labels[index]))
-        judges[-1].attribute = attribute
-    return judges
+    return [ClassifierJudge(kind, shared, labels[index], attribute) for index, attribute in chosen]
 
 
 def _open_classifier(kind: str, source: str, device: str) -> TextReader:

@@ -44,7 +44,6 @@ class TextReader(ABC):
     name: str  # identifies the model by its content: another model has another name
     labels: list[str]  # the names that the folder gives to the outputs of a classifier
     problem_type: str | None  # what the folder says about the outputs, in the words of transformers
-    max_tokens: int  # the longest text that the model reads
     group_size: int = 1  # texts in one call, if outputs depend on the others of a call in their last bits; else 1
 
     @cached_property
@@ -149,7 +148,7 @@ class RememberingReader(TextReader):
     def __init__(self, reader: TextReader):
         self.inner, self.counts = reader, reader.counts
         self.name, self.labels, self.problem_type = reader.name, reader.labels, reader.problem_type
-        self.max_tokens, self.group_size = reader.max_tokens, reader.group_size
+        self.group_size = reader.group_size
         self._known: dict[tuple[str, ...], list[Read]] = {}
 
     def read(self, texts: Sequence[str]) -> Iterator[Read]:

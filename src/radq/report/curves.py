@@ -114,22 +114,15 @@ def _describe_setting(result: Result, over_budget: bool) -> str:
 
 
 def _find_steps(results: Sequence[Result], over_budget: bool) -> list[CurveStep]:
-    def position(result: Result) -> tuple[float, float]:
-        number = (result.kl_budget if over_budget else result.beta or result.best_of or result.ask) or 0.0
-        return abs(number), number
-
-    def label(result: Result) -> str:
-        if over_budget:
-            return f"KL {exact(result.kl_budget or 0.0)}"
-        for name, strength in (("n=", result.best_of), ("ask=", result.ask), ("", result.beta)):
-            if strength is not None:
-                return f"{name}{exact(strength)}"
-        return ""
-
-    steps: dict[str, list[Result]] = {}
-    for result in sorted(results, key=position):
-        steps.setdefault(label(result), []).append(result)
-    return [CurveStep(name, cells) for name, cells in steps.items()]
+    """Group results by the number in which they differ, the smallest first."""
+    steps: dict[tuple[float, float, str], list[Result]] = defaultdict(list)
+    for result in results:
+        numbers = {"n=": result.best_of, "ask=": result.ask, "": result.beta}
+        known = {"KL ": result.kl_budget or 0.0} if over_budget else numbers
+        found = [(number, f"{name}{exact(number)}") for name, number in known.items() if number is not None]
+        number, label = found[0] if found else (0.0, "")
+        steps[abs(number), number, label].append(result)
+    return [CurveStep(label, cells) for (_, _, label), cells in sorted(steps.items(), key=lambda step: step[0])]
 
 
 # --- the models and prompts of a run ---

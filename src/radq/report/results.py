@@ -330,7 +330,7 @@ class Row(NamedTuple):
 
     def estimate(self) -> Estimate:
         """A value with the ends of its interval, and the numbers of samples that are left out."""
-        value, low, high = (NAN if end is None else end for end in map(self.number, ("value", "low", "high")))
+        value, low, high = (NAN if end is None else float(end) for end in map(self.number, ("value", "low", "high")))
         skipped, infinite = (self.optional_integer(name) or 0 for name in ("skipped", "infinite"))
         return Estimate(value, low, high, skipped, infinite)
 
@@ -380,7 +380,8 @@ def _read_comparison(row: Row, run: str, setting: str) -> Comparison:
     limits = row.values.get(name) or [None, None]
     if not isinstance(limits, list) or len(limits) != 2:
         raise row.wrong(name, limits, "the two ends of the common range")
-    low, high = (Row(row.place, {name: limit}).number(name) for limit in limits)
+    ends = (Row(row.place, {name: limit}).number(name) for limit in limits)
+    low, high = (NAN if end is None else float(end) for end in ends)
     return Comparison(
         run=run,
         ours=row.name("first"),
@@ -388,7 +389,7 @@ def _read_comparison(row: Row, run: str, setting: str) -> Comparison:
         metric=row.metric(row.name("metric")),
         group=row.name("group"),
         difference=row.estimate(),
-        range=(NAN if low is None else low, NAN if high is None else high),
+        range=(low, high),
         prompts=row.optional_integer("prompts"),
         reason="" if row.values.get("reason") is None else row.name("reason").removesuffix("."),
         axis=axis,
