@@ -182,9 +182,6 @@ class MeasuredLevel:
     ends: dict[str, Estimate]
 
 
-Limit = Literal["judge", "perplexity", "range"]
-
-
 @dataclass(frozen=True)
 class FoundStrengths:
     """The places, scores and perplexity ratios of `STRENGTHS`, the levels behind them, and the reason of the end."""
@@ -193,7 +190,7 @@ class FoundStrengths:
     scores: Float[np.ndarray, " s"]
     ratios: Float[np.ndarray, " s"]
     measured: list[MeasuredLevel]
-    limited_by: Limit
+    limited_by: Literal["judge", "perplexity", "range"]
 
 
 def calibrate(
@@ -294,7 +291,7 @@ def find_strengths(
     inside = next(outside, len(measured))  # the first levels whose perplexity ratio keeps the bound, with its interval
     last = _find_last(levels[:inside], gain)
     curve = np.array([[level.place, level.gain.value, level.ratio.value] for level in measured[: last + 1]])
-    limit: Limit = "judge" if last < inside - 1 else "range"
+    limit = "judge" if last < inside - 1 else "range"
     if limit == "range" and inside < len(levels):
         limit = "judge"
         if gain(levels[inside], levels[last]).low > 0:  # it would improve beyond the bound

@@ -272,15 +272,14 @@ def find_published(
         rows = [row for row in rows if row["prompts"] in group.lower()]
     else:
         rows = [row for row in rows if row["judge"] == judge]
-    if any(_top_k(row) in top_ks for row in rows):
-        rows = [row for row in rows if _top_k(row) in top_ks]
+    rows = [row for row in rows if row["top_k"] in top_ks] or rows
     fluencies = {_setting(row): float(row["value"]) for row in _published_rows() if row["metric"] == fluency}
     scale = 0.01 if metric == "positive_rate" else 1.0  # printed as percentages in the paper
     curves: dict[tuple[str, int | None, str], list[tuple[float, float, float]]] = {}
     for row in rows:
         point = (float(row["beta"]), fluencies.get(_setting(row), NAN), scale * float(row["value"]))
         if all(map(isfinite, point)):
-            curves.setdefault((row["method"], _top_k(row), row["judge"]), []).append(point)
+            curves.setdefault((row["method"], row["top_k"], row["judge"]), []).append(point)
     return [PublishedCurve(m, k, base, j, tuple(sorted(points))) for (m, k, j), points in curves.items()]
 
 
@@ -296,16 +295,13 @@ def published_calls() -> str:
     return ", ".join(f"{row['method']} {'k' if row['value'] == 'nan' else row['value']}" for row in rows)
 
 
-def _top_k(row: dict[str, str]) -> int | None:
-    return int(row["top_k"]) if row["top_k"] else None
-
-
-def _setting(row: dict[str, str]) -> tuple[str, ...]:
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
     """The columns that identify a run of the paper. Judges and classes of prompts share its perplexity and MAUVE."""
     return tuple(row[name] for name in ("task", "base", "method", "top_k", "beta"))
 
 
 @cache
-def _published_rows() -> tuple[dict[str, str], ...]:
+def _published_rows() -> list[dict[str, Any]]:
     text = (files("radq.report") / "published.csv").read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines()))
+    rows = csv.DictReader(text.splitlines())
+    return [row | {"top_k": int(row["top_k"]) if row["top_k"] else None} for row in rows]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -291,14 +291,9 @@ def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredC
         if each.cell.guide != UNGUIDED:
             setting = tuple(getattr(each.cell, name) for name in SETTING)
             settings.setdefault(setting, {}).setdefault(each.cell.guide, []).append(each)
-    return [
-        _compare(sweep, axis, curves[first], curves[second], key, group, chosen)
-        for axis in axes
-        for curves in settings.values()
-        for first, second in combinations(curves, 2)
-        for key in list_judged(sweep.judges)
-        for group, chosen in _find_groups(prompts).items()
-    ]
+    pairs = [pair for curves in settings.values() for pair in combinations(curves.values(), 2)]
+    lines = product(axes, pairs, list_judged(sweep.judges), _find_groups(prompts).items())
+    return [_compare(sweep, axis, *pair, key, group, chosen) for axis, pair, key, (group, chosen) in lines]
 
 
 def _compare(
