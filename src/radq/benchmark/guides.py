@@ -13,10 +13,8 @@ from functools import cached_property
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,7 +32,7 @@ from radq.models.loading import load, truncate
 from radq.models.reading import Reader, Reading
 from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos
-from radq.numerics import require_memory
+from radq.numerics import Candidates, Strengths, Texts, Tokens, require_memory
 from radq.sources.hub import quiet
 
 REWARD_LAYERS = 0.4  # of a language model's layers are in a random reward model of its first layers
@@ -155,10 +153,10 @@ class NaiveGuide(Guide[Reading]):
     def readers(self) -> list[Reader]:
         return self.guide.readers
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Reading:
+    def start(self, input_ids: Texts, attention_mask: Texts | None = None) -> Reading:
         return self.guide.start(input_ids, attention_mask)
 
-    def advance(self, state: Reading, tokens: Int[Tensor, " b"]) -> Reading:
+    def advance(self, state: Reading, tokens: Tokens) -> Reading:
         return self.guide.advance(state, tokens)
 
 
@@ -169,9 +167,7 @@ class SeparateForwards(NaiveGuide):
     The prefix is not read again: every forward uses its keys and values.
     """
 
-    def advise(
-        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
-    ) -> Advice:
+    def advise(self, state: Reading, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         shifts = [self.guide.advise(state, column, beta).shift for column in candidates.split(1, dim=1)]
         return Advice(torch.cat(shifts, dim=1), state.drop_siblings())
 
@@ -189,9 +185,7 @@ class WholeVocabulary(NaiveGuide):
         self.column = guide.model.config.attributes.index(attribute)
         self.low, self.high = guide.model.config.attribute_ranges[self.column]
 
-    def advise(
-        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
-    ) -> Advice:
+    def advise(self, state: Reading, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         rewards, state = self.guide.model.score(state)  # (b, v, a)
         chosen = rewards[..., self.column].gather(1, candidates).clamp(self.low, self.high)  # (b, k)
         return Advice(self.beta_rows(beta, chosen) * chosen, state)
