@@ -34,6 +34,7 @@ from radq.models.loading import load, load_config
 from radq.sources.model_source import ModelSource
 
 Estimates = dict[str, dict[str, float | None]]  # the fields of `Estimate` by metric; None for an unknown number
+Samples = list[list[str]]  # the continuations of each prompt
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
 ENDS = ("ended", "length")  # of every text; no model is needed to measure them
 SETTING = ("top_k", "top_p", "kl_budget", "seed")  # that guides share which are compared
@@ -44,7 +45,7 @@ class MeasuredCell:
     """The continuations of a cell, and the numbers that are known about each of them."""
 
     cell: SweepCell
-    texts: list[list[str]]
+    texts: Samples
     arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll, ended, length: (p, n); features: (p, n, d)
 
     def scored_by(self, judge: str | None) -> ScoredTexts:
@@ -170,11 +171,7 @@ class Instruments:
         return cls(loaded, lm, batch_size)
 
     def measure(
-        self,
-        prompts: Sequence[str],
-        texts: list[list[str]],
-        progress: bool = False,
-        unguided: list[list[str]] | None = None,
+        self, prompts: Sequence[str], texts: Samples, progress: bool = False, unguided: Samples | None = None
     ) -> dict[str, np.ndarray]:
         """Measure scores[judge], nll and tokens of each prompt's continuations, (p, n).
 
@@ -262,7 +259,7 @@ def _metrics_row(
     }
 
 
-def encode_samples(encoder: Encoder, texts: list[list[str]], progress: bool = False) -> np.ndarray:
+def encode_samples(encoder: Encoder, texts: Samples, progress: bool = False) -> np.ndarray:
     """Encode the samples of each prompt, (p, n, d)."""
     vectors = encoder.encode([text for samples in texts for text in samples], progress)
     return vectors.reshape(len(texts), -1, vectors.shape[-1])
@@ -293,23 +290,17 @@ def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredC
             settings.setdefault(setting, {}).setdefault(each.cell.guide, []).append(each)
     pairs = [pair for curves in settings.values() for pair in combinations(curves.values(), 2)]
     lines = product(axes, pairs, list_judged(sweep.judges), _find_groups(prompts).items())
-    return [_compare(sweep, axis, *pair, key, group, chosen) for axis, pair, key, (group, chosen) in lines]
+    return [_compare(sweep, axis, pair, key, group, chosen) for axis, pair, key, (group, chosen) in lines]
 
 
 def _compare(
-    sweep: Sweep,
-    axis: str,
-    first: list[MeasuredCell],
-    second: list[MeasuredCell],
-    key: str,
-    group: str,
-    chosen: list[int],
+    sweep: Sweep, axis: str, pair: Sequence[list[MeasuredCell]], key: str, group: str, chosen: list[int]
 ) -> dict[str, Any]:
     """Make the line of differences.jsonl for two guides; `reason` says why they cannot be compared."""
-    cell = first[0].cell
+    cell, other = (cells[0].cell for cells in pair)
     row: dict[str, Any] = {
         "first": cell.guide,
-        "second": second[0].cell.guide,
+        "second": other.guide,
         "axis": axis,
         "metric": key,
         "group": group,
@@ -317,7 +308,7 @@ def _compare(
         **{name: getattr(cell, name) for name in SETTING},
     }
     metric, judge = metric_and_judge(key)
-    ours, theirs = ([each.scored_by(judge).take(chosen) for each in guide] for guide in (first, second))
+    ours, theirs = ([each.scored_by(judge).take(chosen) for each in cells] for cells in pair)
     try:
         difference = compare_at_equal(axis, ours, theirs, metric, Bootstrap(sweep.resamples))
     except OptionError as error:  # too few values of β, or no common range
