@@ -54,9 +54,7 @@ class RubricJudge(Judge):
         todo: SimpleQueue[tuple[int, str]] = SimpleQueue()
         for item in enumerate(texts):
             todo.put(item)
-        done: SimpleQueue[Any] = (
-            SimpleQueue()
-        )  # positions and outcomes, errors, and None for each worker that has ended
+        done: SimpleQueue[Any] = SimpleQueue()  # (position, outcome), errors, and None for each worker that has ended
         stop, failure = Event(), None
         running = min(self.jobs, len(texts))
         for _ in range(running):
