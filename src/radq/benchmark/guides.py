@@ -89,9 +89,8 @@ def load_models(config: BenchConfig, device: str) -> BenchModels:
     """Load or make the language model, and load the reward model if one is named."""
     if config.lm in SHAPES:
         shape = SHAPES[config.lm]
-        own, backbone = (
-            AutoConfig.for_model(shape.family, **shape.shared, **part) for part in (shape.lm, shape.reward)
-        )
+        parts = (shape.lm, shape.reward)
+        own, backbone = (AutoConfig.for_model(shape.family, **shape.shared, **part) for part in parts)
         usual = "float32" if kind_of(device) == "cpu" else "bfloat16"
         dtype = getattr(torch, usual if config.dtype == "auto" else config.dtype)
         lm, tokenizer = make_random_lm(own, device, dtype), None

@@ -202,9 +202,8 @@ def calibrate(
 
     sweep = plan.sweep()
     prompts = read_enough_prompts(sweep)
-    models = [
-        ModelSource.find(name).fingerprint for name in (plan.base, calibrated_folder(plan.folder, plan.attribute))
-    ]
+    names = plan.base, calibrated_folder(plan.folder, plan.attribute)
+    models = [ModelSource.find(name).fingerprint for name in names]
     key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models, check_instruments(sweep, device))
     folder = (cache or default_cache_folder()) / "calibrations" / key  # another one if any model has changed
     with open_sweep(folder, sweep, prompts):

@@ -366,10 +366,8 @@ def _rows(file: Path, notes: list[str]) -> Iterator[Row]:
 def _read_result(row: Row, run: str, costs: dict[str, dict[str, float]]) -> Result:
     cost = costs.get(row.text("cell"), {})
     known: dict[str, Any] = {"run": run, "unguided": row.name("guide") == UNGUIDED, "cost": cost}
-    return Result(
-        **{field.name: READERS[field.type](row, field.name) for field in fields(Result) if field.name not in known},
-        **known,
-    )
+    others = (field for field in fields(Result) if field.name not in known)
+    return Result(**known, **{field.name: READERS[field.type](row, field.name) for field in others})
 
 
 def _read_comparison(row: Row, run: str, setting: str) -> Comparison:

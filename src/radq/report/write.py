@@ -227,9 +227,8 @@ def _show_texts(
     prompt: PromptSamples, results: Sequence[Result], guides: Sequence[str]
 ) -> tuple[list[TextCard], list[TextCard]]:
     """Collect the texts of all guides at the β that the changes are about, and those at all other β, by first seeds."""
-    here = split_groups(results).get(prompt.group) or list(
-        {(result.run, result.cell): result for result in results}.values()
-    )
+    here = split_groups(results).get(prompt.group)
+    here = here or list({(result.run, result.cell): result for result in results}.values())
     shown, rest = [], []
     for curve in find_curves(here):
         for step in curve.steps:
