@@ -174,7 +174,7 @@ def measure(folder: Path, data: RewardData, batch_size: int, captures: bool, arg
         "tokens_per_second": round((tokens - tokens_before) / (ended - began)),
         "milliseconds_per_step": round(1000 * (ended - began) / arguments.steps, 2),
         "peak_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if torch.cuda.is_available() else 0.0,
-        "shapes": sum(graph is not None for graph in trainer.captured.values()) if trainer.captured else 0,
+        "shapes": 0 if trainer.captured is None else len(trainer.captured),
         "losses": torch.stack(trainer.losses).double().cpu(),
     }
 

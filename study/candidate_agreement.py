@@ -217,7 +217,7 @@ def read_curves() -> dict[str, Curve]:
 def _resampled(cell: MeasuredCell) -> np.ndarray:
     """Perplexity and attribute, of all prompts and of each resample, (2, 1 + r)."""
     texts = cell.scored_by("minilm")
-    both = [found(texts) for name in ("perplexity", METRIC) if (found := METRICS[name].sums)]
+    both = [METRICS[name].sums(texts) for name in ("perplexity", METRIC)]
     return np.concatenate([[[sums.value] for sums in both], BOOTSTRAP.resample(*both)], 1)
 
 

@@ -110,8 +110,8 @@ def summarise(sweep: Sweep, one: MeasuredCell, with_text: set[int]) -> KeptCell:
     sums = {}
     for key in [*list_judged(sweep.judges), *dict.fromkeys([*sweep.metrics, *one.known_ends])]:
         metric, judge = metric_and_judge(key)
-        if (make_sums := METRICS[metric].sums) is not None:
-            sums[key] = make_sums(one.scored_by(judge))
+        if METRICS[metric].compute is not None:
+            sums[key] = METRICS[metric].sums(one.scored_by(judge))
     settings = {name: value for name, value in asdict(one.cell).items() if name in SETTINGS}
     texts = [samples[0] if row in with_text else "" for row, samples in enumerate(one.texts)]
     return KeptCell(one.cell.name, settings, sums, texts)

@@ -292,7 +292,8 @@ def check_prompts(modules: Modules, folder: Path, prompts: list[str]) -> None:
 
 def check_values(modules: Modules, sweep: Sweep, measured: list[Any], cells: list[Any]) -> None:
     for one, cell in zip(measured, cells, strict=True):
-        for metric, value in one.estimate([*list_judged(sweep.judges), *sweep.metrics], range(6), QUICK).items():
+        known, _ = one.estimate([*list_judged(sweep.judges), *sweep.metrics], range(6), QUICK)
+        for metric, value in known.items():
             assert cell.sums[metric].value == pytest.approx(value["value"], rel=3e-5), metric
     assert modules["kept"].read_kept(Path("nowhere"), "toxicity", "rad-q") == []
 

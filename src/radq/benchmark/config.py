@@ -5,28 +5,20 @@ torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from radq.decoding.config import DEFAULT_KL_BUDGET, read_budget
 from radq.errors import OptionError
 from radq.files import require_own_folder
-from radq.settings import COUNT, Range, names_in_table
+from radq.settings import COUNT, Range, check_values, names_in_table
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelSource, check_language_model, check_reward_model
 
 UNGUIDED = "none"
 DOCUMENT = "bench.json"
 GUIDE_NAMES = names_in_table("radq.benchmark.guides:GUIDES")
-RANGES = {
-    "top_k": Range(0),
-    "rows": COUNT,
-    "prompt_tokens": COUNT,
-    "new_tokens": COUNT,
-    "rounds": Range(1, 1000),
-    "kl_budget": Range(0, 1_000_000),
-}
 
 
 @dataclass(frozen=True)
@@ -92,18 +84,18 @@ class BenchConfig:
     """Guides to measure: q (RAD-Q), v (RAD-V), dexperts, gedi, naive-q (RAD-Q that scores the whole vocabulary and then
     picks the candidates) and naive-v (RAD-V with a forward for every candidate). none, decoding without a guide, is
     always measured."""
-    top_k: list[int] = field(default_factory=list)
+    top_k: list[Annotated[int, Range(0)]] = field(default_factory=list)
     """Numbers of candidates k; 0 takes the whole vocabulary. The first number is the reference, with which the other
     rows and prompts are measured. By default 20 5 100 0, and on a GPU also 1000."""
-    rows: list[int] = field(default_factory=list)
+    rows: list[Annotated[int, COUNT]] = field(default_factory=list)
     """Numbers of texts that are decoded together, the reference first. By default 1 4, and on a GPU 25 1 100 400."""
-    prompt_tokens: list[int] = field(default_factory=list)
+    prompt_tokens: list[Annotated[int, COUNT]] = field(default_factory=list)
     """Numbers of tokens of the prompt, the reference first. By default 32, and on a GPU also 512."""
-    kl_budget: float | Literal["none"] = DEFAULT_KL_BUDGET
+    kl_budget: Annotated[float, Range(0, 1_000_000)] | Literal["none"] = DEFAULT_KL_BUDGET
     """KL budget of guided decoding, in nats per token; none is no budget. The default is that of radq generate."""
-    new_tokens: int | None = None
+    new_tokens: Annotated[int, COUNT] | None = None
     """Number of tokens over which the time of one measurement is taken. By default 3, and on a GPU 16."""
-    rounds: int = 3
+    rounds: Annotated[int, Range(1, 1000)] = 3
     """Number of measurements of each variant. All variants take turns in each round."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
@@ -113,11 +105,7 @@ class BenchConfig:
 
     def check(self) -> None:
         """Refuse wrong values, and models that are not there, before anything is loaded."""
-        for name, allowed in RANGES.items():
-            given = getattr(self, name)
-            for number in given if isinstance(given, list) else [given]:
-                if number not in (None, "none") and number not in allowed:
-                    raise OptionError(f"{name} must be {allowed}, got {number}.", "choose a number in this range.")
+        check_values(BenchConfig(**{option.name: getattr(self, option.name) for option in fields(BenchConfig)}))
         for name in self.guides:
             if name not in GUIDE_NAMES:
                 raise OptionError(f"there is no guide {name!r}.", f"choose from {', '.join(GUIDE_NAMES)}.")
@@ -134,11 +122,6 @@ class BenchConfig:
             return SHAPES["smollm2" if self.lm == EMBEDDED else self.lm].vocab_size
         size = ModelSource.find(self.lm).config.get("vocab_size")
         return size if isinstance(size, int) else None
-
-    @property
-    def guide_names(self) -> list[str]:
-        """The guides to measure, no guide first."""
-        return [UNGUIDED, *(name for name in dict.fromkeys(self.guides) if name != UNGUIDED)]
 
     def choose_grid(self, device: str, vocab_size: int) -> Grid:
         """The numbers that were given, and those of the device where none were."""

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import final
 
 import torch
-from jaxtyping import Float, Int
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from radq.benchmark.config import SHAPES, BenchConfig, Shape, kind_of
+from radq.benchmark.config import SHAPES, BenchConfig, kind_of
 from radq.guides.base import Advice, Guide
 from radq.guides.dexperts import DExpertsGuide
 from radq.guides.gedi import GeDiGuide
@@ -36,7 +34,7 @@ from radq.models.loading import load, truncate
 from radq.models.reading import Reader, Reading
 from radq.models.reward import RewardModel, import_kind
 from radq.models.vocabulary import find_bos
-from radq.numerics import require_memory
+from radq.numerics import Candidates, Strengths, Texts, Tokens, require_memory
 from radq.sources.hub import quiet
 
 REWARD_LAYERS = 0.4  # of a language model's layers are in a random reward model of its first layers
@@ -70,10 +68,20 @@ class BenchModels:
         return str(self.lm.device)
 
     def _reward(self, kind: str) -> RewardModel:
-        """The loaded reward model if it is of this kind, else a random one."""
+        """The loaded reward model if it is of this kind, else one with random weights."""
         if self.loaded is not None and self.loaded.config.kind == kind:
             return self.loaded
-        return make_random_reward(kind, self.backbone, find_bos(self.lm.config, self.tokenizer), self.lm)
+        config = RewardModelConfig(
+            kind=kind,  # pyright: ignore[reportArgumentType]
+            attributes=[ATTRIBUTE],
+            backbone=copy.deepcopy(self.backbone),
+            bos_token_id=find_bos(self.lm.config, self.tokenizer),
+            vocabulary=[self.backbone.vocab_size],
+        )
+        with _placed(self.device, self.lm.dtype):
+            model = import_kind(kind)(config)
+        model.init_head(model.backbone.get_input_embeddings().weight)
+        return model.eval()
 
     def make_expert(self) -> PreTrainedModel:
         return make_random_lm(self.backbone, self.device, self.lm.dtype)
@@ -83,35 +91,22 @@ def load_models(config: BenchConfig, device: str) -> BenchModels:
     """Load or make the language model, and load the reward model if one is named."""
     if config.lm in SHAPES:
         shape = SHAPES[config.lm]
-        lm, tokenizer = make_random_lm(_configure(shape, shape.lm), device, _random_dtype(config.dtype, device)), None
-        backbone = _configure(shape, shape.reward)
+        parts = (shape.lm, shape.reward)
+        own, backbone = (AutoConfig.for_model(shape.family, **shape.shared, **part) for part in parts)
+        usual = "float32" if kind_of(device) == "cpu" else "bfloat16"
+        dtype = getattr(torch, usual if config.dtype == "auto" else config.dtype)
+        lm, tokenizer = make_random_lm(own, device, dtype), None
     else:
         lm, tokenizer = load(config.lm, device, config.dtype)
-        backbone = _first_layers(lm.config)
+        backbone = copy.deepcopy(lm.config)
+        truncate(backbone, math.ceil(REWARD_LAYERS * lm.config.num_hidden_layers))
+        backbone._name_or_path = ""
     loaded = None
     if config.reward is not None:
         loaded = RewardModel.from_pretrained(config.reward, device, dtype=lm.dtype)
         assert loaded.config.backbone is not None
         backbone = loaded.config.backbone
     return BenchModels(lm, tokenizer or make_number_tokenizer(lm.config.vocab_size), backbone, loaded)
-
-
-def _configure(shape: Shape, own: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(shape.family, **shape.shared, **own)
-
-
-def _first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a language model with fewer layers."""
-    backbone = copy.deepcopy(config)
-    truncate(backbone, math.ceil(REWARD_LAYERS * config.num_hidden_layers))
-    backbone._name_or_path = ""
-    return backbone
-
-
-def _random_dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if kind_of(device) == "cpu" else torch.bfloat16
-    return getattr(torch, name)
 
 
 @contextmanager
@@ -134,21 +129,6 @@ def make_random_lm(config: PreTrainedConfig, device: str, dtype: torch.dtype) ->
     require_memory(size, device, "a model of this shape", "choose a smaller shape or data type.")
     with _placed(device, dtype):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-
-
-def make_random_reward(kind: str, backbone: PreTrainedConfig, bos: int, lm: PreTrainedModel) -> RewardModel:
-    """A reward model with random weights, on the device and in the data type of the language model."""
-    config = RewardModelConfig(
-        kind=kind,  # pyright: ignore[reportArgumentType]
-        attributes=[ATTRIBUTE],
-        backbone=copy.deepcopy(backbone),
-        bos_token_id=bos,
-        vocabulary=[backbone.vocab_size],
-    )
-    with _placed(str(lm.device), lm.dtype):
-        model = import_kind(kind)(config)
-    model.init_head(model.backbone.get_input_embeddings().weight)
-    return model.eval()
 
 
 def make_number_tokenizer(size: int) -> PreTrainedTokenizerBase:
@@ -174,10 +154,10 @@ class NaiveGuide(Guide[Reading]):
     def readers(self) -> list[Reader]:
         return self.guide.readers
 
-    def start(self, input_ids: Int[Tensor, "b t"], attention_mask: Int[Tensor, "b t"] | None = None) -> Reading:
+    def start(self, input_ids: Texts, attention_mask: Texts | None = None) -> Reading:
         return self.guide.start(input_ids, attention_mask)
 
-    def advance(self, state: Reading, tokens: Int[Tensor, " b"]) -> Reading:
+    def advance(self, state: Reading, tokens: Tokens) -> Reading:
         return self.guide.advance(state, tokens)
 
 
@@ -188,9 +168,7 @@ class SeparateForwards(NaiveGuide):
     The prefix is not read again: every forward uses its keys and values.
     """
 
-    def advise(
-        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
-    ) -> Advice:
+    def advise(self, state: Reading, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         shifts = [self.guide.advise(state, column, beta).shift for column in candidates.split(1, dim=1)]
         return Advice(torch.cat(shifts, dim=1), state.drop_siblings())
 
@@ -208,9 +186,7 @@ class WholeVocabulary(NaiveGuide):
         self.column = guide.model.config.attributes.index(attribute)
         self.low, self.high = guide.model.config.attribute_ranges[self.column]
 
-    def advise(
-        self, state: Reading, candidates: Int[Tensor, "b k"], beta: Float[Tensor, "b s"] | None = None
-    ) -> Advice:
+    def advise(self, state: Reading, candidates: Candidates, beta: Strengths | None = None) -> Advice:
         rewards, state = self.guide.model.score(state)  # (b, v, a)
         chosen = rewards[..., self.column].gather(1, candidates).clamp(self.low, self.high)  # (b, k)
         return Advice(self.beta_rows(beta, chosen) * chosen, state)

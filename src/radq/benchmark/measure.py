@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,13 +85,10 @@ class BenchResult:
     timings: list[Timing]
     left_out: list[LeftOut]
 
-    def document(self) -> dict[str, Any]:
-        return asdict(self)
-
     def save(self, folder: Path, plot: Plot) -> list[Path]:
         """Write bench.json and the plot, all of them or none, and return their paths."""
         files = {
-            DOCUMENT: json.dumps(self.document(), indent=2).encode(),
+            DOCUMENT: json.dumps(asdict(self), indent=2).encode(),
             f"{plot.name}.svg": plot.themed.encode(),
             f"{plot.name}.png": plot.png,
         }
@@ -123,7 +119,7 @@ def measure(config: BenchConfig, device: str, progress: bool = False) -> BenchRe
     require_memory_for_texts(max(config.rows, default=1), config.new_tokens or 1, MEMORY_HINT)
     models = load_models(config, device)
     grid = config.choose_grid(device, num_logits(models.lm))
-    guides = {name: GUIDES[name].make(models) for name in config.guide_names}
+    guides = {name: GUIDES[name].make(models) for name in (UNGUIDED, *config.guides)}
     _check_lengths(models, guides.values(), grid)
     variants, left_out = _choose_variants(models, list(guides), grid)
     seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}

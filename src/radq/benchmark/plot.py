@@ -6,19 +6,7 @@ from radq.benchmark.config import UNGUIDED
 from radq.benchmark.guides import GUIDES
 from radq.benchmark.measure import BenchResult, Timing
 from radq.errors import require_package
-from radq.report.plots import (
-    COLOURS,
-    INK,
-    LEGEND_CHARACTERS,
-    LEGEND_ROW,
-    MARKERS,
-    PANEL_HEIGHT,
-    WIDTH,
-    Plot,
-    make_figure,
-    plot_style,
-    render,
-)
+from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, WIDTH, Plot, add_legend, drawing, render
 
 Axis = Literal["top_k", "rows", "prompt_tokens"]
 AXES: dict[Axis, str] = {"top_k": "candidates k", "rows": "rows", "prompt_tokens": "tokens of the prompt"}
@@ -26,9 +14,9 @@ AXES: dict[Axis, str] = {"top_k": "candidates k", "rows": "rows", "prompt_tokens
 
 def plot_bench(result: BenchResult) -> Plot:
     """Plot times over candidates, rows and prompts, a column for each of them that has several values."""
-    axes = _find_axes(result)
-    with plot_style("bench"):
-        figure = make_figure()
+    axes: list[Axis] = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1]
+    axes = axes or ["top_k"]
+    with drawing("bench") as figure:
         panels = figure.subplots(2, len(axes), squeeze=False, sharey="row", sharex="col")
         drawn: dict[str, Any] = {}  # lines by label, for the legend
         for column, axis in enumerate(axes):
@@ -39,16 +27,8 @@ def plot_bench(result: BenchResult) -> Plot:
         panels[0, 0].set_ylabel("times unguided")
         panels[1, 0].set_ylabel("ms per token")
         width = max(5.5, WIDTH * len(axes) / 3)
-        across = max(1, int(LEGEND_CHARACTERS * width / WIDTH) // (max(map(len, drawn)) + 8))
-        figure.legend(drawn.values(), drawn.keys(), loc="outside upper left", ncols=across)
-        figure.set_size_inches(width, 1.6 * PANEL_HEIGHT - LEGEND_ROW * (-len(drawn) // across))
+        figure.set_size_inches(width, 1.6 * PANEL_HEIGHT + add_legend(figure, drawn, width))
         return render(figure, "bench", f"Time per token of {result.lm} on {result.machine}")
-
-
-def _find_axes(result: BenchResult) -> list[Axis]:
-    """The axes with several values; the candidates if there is none."""
-    found: list[Axis] = [axis for axis in AXES if len({getattr(timing, axis) for timing in result.timings}) > 1]
-    return found or ["top_k"]
 
 
 def _draw_panel(axes: Any, result: BenchResult, axis: Axis, measure: str) -> dict[str, Any]:

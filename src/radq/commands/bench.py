@@ -1,6 +1,6 @@
 """radq bench --lm gpt2-large --device cuda --out runs/bench: measure the time per token of all guides."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def run(arguments: Arguments) -> None:
     result = measure(arguments, find_device(arguments.device), progress=not arguments.json)
     written = [] if arguments.out is None else result.save(arguments.out, plot_bench(result))
     if arguments.json:
-        print_json(result.document())
+        print_json(asdict(result))
         return
     _print_result(result)
     for file in written:

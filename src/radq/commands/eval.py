@@ -7,7 +7,7 @@ questions.jsonl --guide DIR:toxicity=-50`: does the guided model still know what
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -17,7 +17,7 @@ from radq.commands.generate import check_guides, choose_budget
 from radq.data.prompts import read_generations
 from radq.errors import OptionError
 from radq.evaluation.estimates import Bootstrap, estimate, estimate_change
-from radq.evaluation.metrics import METRICS, check_metric
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, METRICS, check_metric
 from radq.evaluation.sweep.config import JudgeUse, SweepCell, list_judged, load_sweep
 from radq.files import fingerprint_values, read_lines
 from radq.guides.spec import GuideSpec
@@ -102,7 +102,7 @@ class Choices:
 
 
 def _sweep(arguments: SweepArguments) -> None:
-    from radq.evaluation.sweep.folder import open_sweep, read_costs, require_same_instruments, require_same_writers
+    from radq.evaluation.sweep.folder import open_sweep, read_costs, require_same_models, require_same_writers
     from radq.report.curves import describe_changes, describe_run, find_changes, warn_of_few_prompts
     from radq.report.results import read_runs
 
@@ -126,7 +126,7 @@ def _sweep(arguments: SweepArguments) -> None:
 
         device = find_device(arguments.device)
         if not arguments.only_generate:
-            require_same_instruments(arguments.out, check_instruments(sweep, device))
+            require_same_models(arguments.out, check_instruments(sweep, device))
         if not arguments.only_measure:
             generate_all(arguments.out, sweep, prompts, device, progress)
         if arguments.only_generate:
@@ -165,18 +165,17 @@ def _measure(arguments: Measure) -> None:
 
     device, progress = find_device(arguments.device), not arguments.json
     instruments = Instruments.load(judges, arguments.perplexity, device, arguments.cache)
-    needs_encoder = any(METRICS[name].needs_encoder for name in plain)
+    needs_encoder = any("features" in METRICS[name].needs for name in plain)
     encoder = load_encoder(arguments.mauve, device) if arguments.mauve is not None and needs_encoder else None
     rows = []
     for (cell, group), texts in parts.items():
         arrays = instruments.measure(texts.prompts, texts.continuations, progress)
-        measured = MeasuredCell(SweepCell(cell, None, None, None, None, 0), texts.continuations, arrays)
-        features: list[Any] = []
         if encoder is not None:
             references = [part for (_, name), part in reference.items() if name == group]
-            features = [encode_samples(encoder, part.continuations, progress) for part in (texts, *references[:1])]
-            features += [None] * (not references)
-        metrics = measured.estimate([*list_judged(judges), *plain], range(len(texts.prompts)), bootstrap, *features)
+            for name, part in zip(("features", "reference"), (texts, *references[:1]), strict=False):
+                arrays[name] = encode_samples(encoder, part.continuations, progress)
+        measured = MeasuredCell(SweepCell(cell, None, None, None, None, 0), texts.continuations, arrays)
+        metrics, _ = measured.estimate([*list_judged(judges), *plain], range(len(texts.prompts)), bootstrap)
         rows.append({"cell": cell, "group": group, "prompts": len(texts.prompts), "metrics": metrics})
     if arguments.json:
         print_json({"metrics": rows})
@@ -191,22 +190,22 @@ def _sort_metrics(arguments: Measure) -> tuple[dict[str, JudgeUse], list[str]]:
     names = [name.strip() for name in arguments.metrics.split(",") if name.strip()]
     for name in names:
         check_metric(name)
-        metric = METRICS[name]
-        if metric.needs_judge and not arguments.judge:
+        needed = METRICS[name].needs
+        if "scores" in needed and not arguments.judge:
             raise OptionError(f"{name} has no judge.", "give --judge JUDGE.")
-        if metric.needs_decoding:
+        if "drawn_nll" in needed:
             raise OptionError(
                 f"{name} can only be measured while texts are decoded.",
                 "add it to the metrics of a sweep of radq eval.",
             )
-        if metric.needs_language_model and arguments.perplexity is None:
+        if "nll" in needed and arguments.perplexity is None:
             raise OptionError(f"{name} has no model to measure it.", "give --perplexity MODEL.")
-        if metric.needs_encoder and (arguments.mauve is None or arguments.reference is None):
+        if "features" in needed and (arguments.mauve is None or arguments.reference is None):
             raise OptionError(f"{name} has nothing to compare.", "give --mauve ENCODER and --reference FILE.")
     if "win_rate" in names:
         raise OptionError("win_rate compares with unguided texts, which a file does not hold.", "use `radq eval`.")
-    judged = [name for name in names if METRICS[name].needs_judge]
-    plain = [name for name in names if not METRICS[name].needs_judge]
+    judged = [name for name in names if name in ATTRIBUTE_METRICS]
+    plain = [name for name in names if name not in ATTRIBUTE_METRICS]
     return {judge: JudgeUse(judge, judged, arguments.reads) for judge in arguments.judge}, plain
 
 

@@ -145,9 +145,9 @@ def _check_judge(arguments: Score) -> "Judge | None":
             raise OptionError(f"rubric is for the judge openai:MODEL, got {arguments.judge!r}.", "leave --rubric out.")
         return None
     from radq.judges.chat import find_server
-    from radq.judges.llm import RubricJudge, read_rubric, split_rubric
+    from radq.judges.llm import RubricJudge, read_rubric
 
-    model, file = split_rubric(arguments.judge.partition(":")[2])
+    model, _, file = arguments.judge.partition(":")[2].partition("#")
     if bool(file) == (arguments.rubric is not None):
         number = "two rubrics" if file else "no rubric"
         raise OptionError(f"the judge {arguments.judge!r} has {number}.", "give one --rubric FILE.")

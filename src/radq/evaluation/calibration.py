@@ -11,7 +11,7 @@ that equal steps of strength are equal steps of the judge's metric.
 Axes of arrays: l levels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +33,7 @@ from radq.evaluation.estimates import (
     estimate_change,
     estimate_ratio,
 )
-from radq.evaluation.metrics import METRICS, corpus_perplexity
+from radq.evaluation.metrics import METRICS
 from radq.evaluation.sweep.config import (
     WHILE_DECODING,
     GuideSweep,
@@ -45,13 +45,7 @@ from radq.evaluation.sweep.config import (
 )
 from radq.evaluation.sweep.folder import open_sweep
 from radq.files import default_cache_folder, fingerprint_values
-from radq.models.calibration import (
-    Calibration,
-    Interval,
-    MeasuredPoint,
-    StrengthPoint,
-    calibrated_folder,
-)
+from radq.models.calibration import Calibration, Interval, MeasuredPoint, StrengthPoint, calibrated_folder
 from radq.settings import COUNT, Range, check_values
 from radq.sources.model_source import ModelSource, fingerprint_weights_in
 
@@ -61,7 +55,6 @@ LEVELS = {  # parts of the usual β, and KL budgets in nats
     "beta": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
     "kl": (0.02, 0.05, 0.1, 0.2, 0.4, 0.8),
 }
-JUDGE_METRICS = tuple(name for name, metric in METRICS.items() if metric.needs_judge)
 
 
 @dataclass(frozen=True)
@@ -116,17 +109,13 @@ class CalibrationPlan:
     def __post_init__(self) -> None:
         check_values(self)
         object.__setattr__(self, "kl_budget", self.budget)
-        object.__setattr__(self, "levels", sorted(set(self.levels)) or self._usual_levels())
+        unit = self._usual_beta() if self.by == "beta" and not self.levels else 1.0
+        usual = [round(part * unit, 6) for part in LEVELS[self.by]]
+        object.__setattr__(self, "levels", sorted(set(self.levels)) or usual)
         if len(self.levels) < 2:
             raise OptionError(
                 f"levels must be two or more different numbers, got {self.levels[0]:g} alone.", "give more levels."
             )
-
-    def _usual_levels(self) -> list[float]:
-        """Levels from the range of the model's rewards, where none are given."""
-        if self.by == "kl":
-            return list(LEVELS["kl"])
-        return [round(part * self._usual_beta(), 6) for part in LEVELS["beta"]]
 
     def _usual_beta(self) -> float:
         """A usual β: config.json has one range of the rewards, or one for each attribute."""
@@ -142,17 +131,13 @@ class CalibrationPlan:
         """The KL budget of each token where strengths differ in β; None for no budget."""
         return None if self.kl_budget == "none" else self.kl_budget
 
-    @property
-    def sign(self) -> int:
-        return -1 if self.reduce else 1
-
     def sweep(self) -> Sweep:
         """The sweep that writes and judges the texts of all levels."""
         betas = self.levels if self.by == "beta" else [LEVELS["beta"][-1] * self._usual_beta()]
         return Sweep(
             base=self.base,
             prompts=[PromptFile(self.prompts, limit=self.limit, group="all")],
-            guides={GUIDE: GuideSweep(self.folder, {self.attribute: float(self.sign)}, betas)},
+            guides={GUIDE: GuideSweep(self.folder, {self.attribute: -1.0 if self.reduce else 1.0}, betas)},
             judges={JUDGE: JudgeUse(self.judge, [self.metric], self.reads)},
             metrics=["corpus_perplexity", "kl"],
             perplexity=WHILE_DECODING,
@@ -172,20 +157,18 @@ class CalibrationPlan:
     def setting(self, level: float, largest: float) -> tuple[float, float | None]:
         """β and KL budget at a level, rounded; `largest` is the one β of a calibration of KL budgets."""
         beta, budget = (level, self.budget) if self.by == "beta" else (largest, level)
-        return round(self.sign * beta, 4) + 0.0, None if budget is None else round(budget, 5)  # + 0.0: no sign of −0
+        beta = round(-beta if self.reduce else beta, 4) + 0.0  # without the sign of −0
+        return beta, None if budget is None else round(budget, 5)
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a guide, and the sums of the metrics of its texts. Level 0 is the unguided base model.
-
-    `ends` are metrics of when texts end, by name; they decide nothing.
-    """
+    """A level of a guide, and the sums of the metrics of its texts. Level 0 is the unguided base model."""
 
     place: float
     score: Sums
     perplexity: Sums
-    ends: dict[str, Estimate] = field(default_factory=dict)
+    ends: dict[str, Estimate] = field(default_factory=dict)  # metrics of when texts end, which decide nothing
 
 
 @dataclass(frozen=True)
@@ -199,9 +182,6 @@ class MeasuredLevel:
     ends: dict[str, Estimate]
 
 
-Limit = Literal["judge", "perplexity", "range"]
-
-
 @dataclass(frozen=True)
 class FoundStrengths:
     """The places, scores and perplexity ratios of `STRENGTHS`, the levels behind them, and the reason of the end."""
@@ -210,7 +190,7 @@ class FoundStrengths:
     scores: Float[np.ndarray, " s"]
     ratios: Float[np.ndarray, " s"]
     measured: list[MeasuredLevel]
-    limited_by: Limit
+    limited_by: Literal["judge", "perplexity", "range"]
 
 
 def calibrate(
@@ -218,26 +198,24 @@ def calibrate(
 ) -> Calibration:
     """Write, judge and measure the texts of all levels, unless the cache holds them, and find the strengths."""
     from radq.evaluation.sweep.generate import generate_all
-    from radq.evaluation.sweep.measure import check_instruments, measure_all, read_measured_cells
+    from radq.evaluation.sweep.measure import check_instruments, measure_all
 
     sweep = plan.sweep()
     prompts = read_enough_prompts(sweep)
-    folder = find_work_folder(plan, sweep, prompts, check_instruments(sweep, device), cache)
+    names = plan.base, calibrated_folder(plan.folder, plan.attribute)
+    models = [ModelSource.find(name).fingerprint for name in names]
+    key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models, check_instruments(sweep, device))
+    folder = (cache or default_cache_folder()) / "calibrations" / key  # another one if any model has changed
     with open_sweep(folder, sweep, prompts):
         generate_all(folder, sweep, prompts, device, progress)
-        measure_all(folder, sweep, prompts, device, cache, progress)
-        cells = read_measured_cells(folder, sweep, prompts)
-    score = METRICS[plan.metric].sums
-    assert score is not None
-    levels = []
+        cells = measure_all(folder, sweep, prompts, device, cache, progress)
+    bootstrap, levels = Bootstrap(plan.resamples), []
     for measured in sorted(cells, key=lambda measured: plan.level(measured.cell)):
         texts = measured.scored_by(JUDGE)
-        assert texts.nll is not None
-        assert texts.tokens is not None
-        ends = {name: METRICS[name].estimate(texts, Bootstrap(plan.resamples)) for name in measured.known_ends}
-        perplexity = corpus_perplexity(texts.nll, texts.tokens)
-        levels.append(Level(plan.level(measured.cell), score(texts), perplexity, ends))
-    strengths = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, Bootstrap(plan.resamples))
+        score, perplexity = (METRICS[name].sums(texts) for name in (plan.metric, "corpus_perplexity"))
+        ends = {name: METRICS[name].estimate(texts, bootstrap) for name in measured.known_ends}
+        levels.append(Level(plan.level(measured.cell), score, perplexity, ends))
+    strengths = find_strengths(levels, plan.max_perplexity_ratio, plan.reduce, bootstrap)
     return _describe(plan, strengths, sweep.guides[GUIDE].beta[-1], prompts, command)
 
 
@@ -246,19 +224,6 @@ def read_enough_prompts(sweep: Sweep) -> list[Prompt]:
     if len(prompts) < 2:
         raise OptionError("a calibration needs 2 or more prompts, got 1.", f"give {TRUSTED_PROMPTS} or more.")
     return prompts
-
-
-def find_work_folder(
-    plan: CalibrationPlan, sweep: Sweep, prompts: list[Prompt], instruments: dict[str, str], cache: Path | None
-) -> Path:
-    """The folder of the cache in which the texts of this plan are kept: another one if any model has changed.
-
-    `instruments` are the fingerprints of the judge and of other models that read the texts.
-    """
-    names = plan.base, calibrated_folder(plan.folder, plan.attribute)
-    models = [ModelSource.find(name).fingerprint for name in names]
-    key = fingerprint_values(asdict(sweep), fingerprint_prompts(prompts), models, instruments)
-    return (cache or default_cache_folder()) / "calibrations" / key
 
 
 def _describe(
@@ -310,57 +275,42 @@ def find_strengths(
         max_ratio: the largest perplexity, as a multiple of the unguided one; the upper end of its interval counts.
         reduce: whether the judge improves where its metric falls.
     """
-    sign = -1.0 if reduce else 1.0
-    measured = [
-        MeasuredLevel(
-            level.place,
-            estimate(level.score, bootstrap),
-            _gain(level, levels[0], sign, bootstrap),
-            estimate_ratio(level.perplexity, levels[0].perplexity, bootstrap),
-            level.ends,
-        )
-        for level in levels
-    ]
+
+    def gain(level: Level, other: Level) -> Estimate:
+        """The improvement of a level on another one."""
+        after, before = (other, level) if reduce else (level, other)
+        return estimate_change(after.score, before.score, bootstrap)
+
+    measured = []
+    for level in levels:
+        ratio = estimate_ratio(level.perplexity, levels[0].perplexity, bootstrap)
+        score = estimate(level.score, bootstrap)
+        measured.append(MeasuredLevel(level.place, score, gain(level, levels[0]), ratio, level.ends))
     outside = (n for n, level in enumerate(measured) if n > 0 and not level.ratio.high <= max_ratio)
     inside = next(outside, len(measured))  # the first levels whose perplexity ratio keeps the bound, with its interval
-    last = _find_last(levels[:inside], sign, bootstrap)
+    last = _find_last(levels[:inside], gain)
     curve = np.array([[level.place, level.gain.value, level.ratio.value] for level in measured[: last + 1]])
-    limit: Limit = "judge" if last < inside - 1 else "range"
+    limit = "judge" if last < inside - 1 else "range"
     if limit == "range" and inside < len(levels):
         limit = "judge"
-        if _gain(levels[inside], levels[last], sign, bootstrap).low > 0:  # it would improve beyond the bound
+        if gain(levels[inside], levels[last]).low > 0:  # it would improve beyond the bound
             limit = "perplexity"
             curve = np.vstack([curve, _cut(measured[last], measured[inside], max_ratio)])
     if not any(level.gain.low > 0 for level in measured[: inside + (limit == "perplexity")]):
         raise DataError(_describe_flat(measured, inside, max_ratio), "use another judge, more prompts or other levels.")
     places, gains, ratios = _spread(curve)
-    return FoundStrengths(places, measured[0].score.value + sign * gains, ratios, measured, limit)
+    return FoundStrengths(places, measured[0].score.value + (-gains if reduce else gains), ratios, measured, limit)
 
 
-def _gain(level: Level, other: Level, sign: float, bootstrap: Bootstrap) -> Estimate:
-    change = estimate_change(level.score, other.score, bootstrap)
-    low, high = sorted((sign * change.low, sign * change.high))
-    return Estimate(sign * change.value, low, high, change.skipped, change.infinite)
-
-
-def _find_last(levels: Sequence[Level], sign: float, bootstrap: Bootstrap) -> int:
-    """Find the first level that improves, and that no later one improves on, by more than the interval.
-
-    It is level 0 where no level improves.
-    """
-
-    def improves(later: int, n: int) -> bool:
-        return _gain(levels[later], levels[n], sign, bootstrap).low > 0
-
-    better = [n for n in range(1, len(levels)) if improves(n, 0)]
-    best = (n for n in better if not any(improves(later, n) for later in range(n + 1, len(levels))))
+def _find_last(levels: Sequence[Level], gain: Callable[[Level, Level], Estimate]) -> int:
+    """Find the first level that improves, and that no later one improves on, by more than its interval; or else 0."""
+    better = [n for n in range(1, len(levels)) if gain(levels[n], levels[0]).low > 0]
+    best = (n for n in better if not any(gain(later, levels[n]).low > 0 for later in levels[n + 1 :]))
     return next(best, better[-1] if better else 0)
 
 
 def _cut(inner: MeasuredLevel, outer: MeasuredLevel, max_ratio: float) -> Float[np.ndarray, " 3"]:
-    """The place between two levels at which the upper end of the perplexity ratio reaches its bound, with gain and
-    ratio there.
-    """
+    """The place between two levels where the upper end of the ratio reaches its bound, with gain and ratio there."""
     inner_high = inner.ratio.high if inner.place > 0 else 1.0
     share = (max_ratio - inner_high) / (outer.ratio.high - inner_high)
     first, second = (np.array([level.place, level.gain.value, level.ratio.value]) for level in (inner, outer))

@@ -59,11 +59,16 @@ def compare_at_equal(
     guide at one β. A curve joins the points of one guide, in their order on the axis, by straight lines. Both guides
     continued the same prompts, in the same order, and each resample takes the same prompts of both.
     """
-    _check_axis(axis)
+    for name in (axis, metric):
+        check_metric(name)
+    if METRICS[metric].compute is None:
+        raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
     for texts in (first, second):
         if len(texts) < 2:
             raise OptionError(f"a curve needs at least 2 values of β, got {len(texts)}.", "sweep more values of β.")
-    ours, theirs = ([_make_point(cell, axis, metric) for cell in texts] for texts in (first, second))
+        for cell in texts:
+            check_needs(axis, cell)
+    ours, theirs = ([(METRICS[axis].sums(t), METRICS[metric].sums(t)) for t in texts] for texts in (first, second))
     return compare_curves(axis, ours, theirs, bootstrap)
 
 
@@ -74,16 +79,16 @@ def compare_curves(
 
     A guide with a single point is compared at that point.
     """
-    _check_axis(axis)
+    if axis not in AXES:
+        raise OptionError(f"guides cannot be compared at equal {axis!r}.", f"choose from {', '.join(AXES)}.")
     sizes = sorted({len(sums.totals) for point in (*first, *second) for sums in point})
     if len(sizes) > 1:
         raise OptionError(
             f"both guides must have the same prompts, got {sizes[0]} to {sizes[-1]} of them.",
             "compare guides on the same prompts.",
         )
-    curves = [
-        _order(axis, np.array([[sums.value for sums in point] for point in guide]).T) for guide in (first, second)
-    ]
+    values = (np.array([[sums.value for sums in point] for point in guide]).T for guide in (first, second))
+    curves = [_order(axis, points) for points in values]
     value, ends = mean_difference(*curves[0], *curves[1])
     if ends[0] > ends[1] or (ends[0] == ends[1] and min(len(first), len(second)) > 1):
         spans = ["{:.4g} to {:.4g}".format(*AXES[axis].value(x[[0, -1]])) for x, _ in curves]
@@ -104,22 +109,6 @@ def _order(axis: str, values: Float[np.ndarray, "2 c"]) -> Float[np.ndarray, "2 
     x, y = AXES[axis].place(values[0]), values[1]
     order = x.argsort(kind="stable")
     return np.stack([x[order], y[order]])
-
-
-def _check_axis(axis: str) -> None:
-    if axis not in AXES:
-        raise OptionError(f"guides cannot be compared at equal {axis!r}.", f"choose from {', '.join(AXES)}.")
-
-
-def _make_point(texts: ScoredTexts, axis: str, metric: str) -> Point:
-    """Compute the sums of a guide's texts at one β."""
-    check_metric(metric)
-    check_needs(axis, texts)
-    across, attribute = METRICS[axis].sums, METRICS[metric].sums
-    if attribute is None:
-        raise OptionError(f"{metric} is no mean over prompts, so it has no curve.", "choose another metric.")
-    assert across is not None
-    return across(texts), attribute(texts)
 
 
 def mean_difference(

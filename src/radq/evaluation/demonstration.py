@@ -101,18 +101,16 @@ class Demonstration:
 
     attribute: Attribute
     judge: str  # its name
-    num_samples: int  # continuations of each prompt
     cells: list[DemoCell]  # unguided first
 
 
-def load_demo_models(attributes: Sequence[str] = tuple(ATTRIBUTES), device: str = "cpu") -> DemoModels:
+def load_demo_models(device: str = "cpu") -> DemoModels:
     """Load the models. The first call on a machine converts the base model, which takes a quarter of a minute."""
     lm, tokenizer = load(EMBEDDED, device)
-    rewards = {name: RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device) for name in attributes}
+    rewards = {name: RewardModel.from_pretrained(f"{EMBEDDED}:{name}", device) for name in ATTRIBUTES}
     encoder = load_encoder(EMBEDDED, device)
-    return DemoModels(
-        lm, tokenizer, rewards, {name: LinearJudge(judge_folder(name), device, encoder) for name in attributes}
-    )
+    judges: dict[str, Judge] = {name: LinearJudge(judge_folder(name), device, encoder) for name in ATTRIBUTES}
+    return DemoModels(lm, tokenizer, rewards, judges)
 
 
 def compare(
@@ -127,19 +125,18 @@ def compare(
     """Continue prompts unguided and at each β. Prompts and β are the attribute's own unless they are given."""
     prompts, betas = prompts or attribute.prompts, betas or attribute.betas
     reward, judge = models.rewards[attribute.name], models.judges[attribute.name]
-    guides = [None, *(RewardGuide(reward, {attribute.name: beta}) for beta in betas)]
+    guides = {None: None} | {beta: RewardGuide(reward, {attribute.name: beta}) for beta in betas}
 
-    def draw(guide: RewardGuide | None, tokens: int = NUM_TOKENS) -> list[Generation]:
+    def draw(beta: float | None, tokens: int = NUM_TOKENS) -> list[Generation]:
         options: dict[str, Any] = {"max_new_tokens": tokens, "samples": num_samples, "seed": seed}
-        return generate(models.lm, models.tokenizer, prompts, guide, **options)
+        return generate(models.lm, models.tokenizer, prompts, guides[beta], **options)
 
-    for guide in (None, guides[-1]):  # the first calls are slow, so they are not timed
-        draw(guide, 3)
+    for beta in (None, betas[-1]):  # the first calls are slow, so they are not timed
+        draw(beta, 3)
     cells = []
-    strengths = tqdm([None, *betas], desc=attribute.name, unit="β", leave=False, disable=not progress)
-    for guide, beta in zip(guides, strengths, strict=True):
+    for beta in tqdm([None, *betas], desc=attribute.name, unit="β", leave=False, disable=not progress):
         start = time.perf_counter()
-        texts = draw(guide)
+        texts = draw(beta)
         seconds = time.perf_counter() - start
         read = [(text.prompt if attribute.judges_prompt else "") + text.text for text in texts]
         scores = [None if np.isnan(score) else float(score) for score in judge.score(read)]
@@ -155,7 +152,7 @@ def compare(
                 1000 * seconds / sum(len(text.token_ids) for text in texts),
             )
         )
-    return Demonstration(attribute, judge.name, num_samples, cells)
+    return Demonstration(attribute, judge.name, cells)
 
 
 @torch.no_grad()

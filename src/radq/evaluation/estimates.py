@@ -8,12 +8,12 @@ columns, r resamples.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from radq.errors import OptionError
+from radq.settings import Range, check_values
 
 MAX_RESAMPLES = 1_000_000  # more change no digit that is shown
 RESAMPLES_AT_ONCE = 100
@@ -45,17 +45,12 @@ class Sums:
 class Bootstrap:
     """Makes confidence intervals: percentiles of a metric over resamples of the prompts."""
 
-    resamples: int = 1000
+    resamples: Annotated[int, Range(1, MAX_RESAMPLES)] = 1000
     seed: int = 0
-    confidence: float = 0.95
+    confidence: Annotated[float, Range(0, 1, without_low=True, without_high=True)] = 0.95
 
     def __post_init__(self) -> None:
-        if not 1 <= self.resamples <= MAX_RESAMPLES or not 0 < self.confidence < 1:
-            raise OptionError(
-                f"resamples must be from 1 to {MAX_RESAMPLES}, got {self.resamples}, "
-                f"and confidence between 0 and 1, got {self.confidence}.",
-                "1000 resamples are enough for most uses.",
-            )
+        check_values(self)
 
     def choices(self, p: int) -> Iterator[Int[np.ndarray, "r p"]]:
         """Yield how often each prompt occurs in each resample, some resamples at a time."""

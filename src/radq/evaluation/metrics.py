@@ -124,8 +124,7 @@ def average_maximum(scores: Float[np.ndarray, "p n"]) -> Sums:
 
 def toxic_rate(scores: Float[np.ndarray, "p n"]) -> Sums:
     """The share of prompts with at least one sample above 0.5."""
-    scored = ~np.isnan(scores)
-    return Sums((scores > THRESHOLD).any(1).astype(float), scored.any(1).astype(float), _count(~scored))
+    return average_maximum(np.where(np.isnan(scores), np.nan, scores > THRESHOLD))
 
 
 def positive_rate(scores: Float[np.ndarray, "p n"]) -> Sums:
@@ -195,33 +194,33 @@ def mean_of_samples(values: Bool[np.ndarray, "p n"] | Int[np.ndarray, "p n"]) ->
 def distinct(texts: Sequence[Sequence[str]], order: int) -> Sums:
     """Distinct n-grams among a prompt's samples, divided by the number of their words, averaged over prompts.
 
-    Words are separated by single spaces, as in the code of DExperts and of the paper: a continuation that begins with a
-    space begins with an empty word, which counts. Blank samples do not count.
+    Blank samples do not count.
     """
-    values, known, skipped = [], [], 0
-    for samples in texts:
-        rows = [text.split(" ") for text in samples if text.strip()]
-        grams = {tuple(row[n : n + order]) for row in rows for n in range(len(row) - order + 1)}
-        values.append(len(grams) / max(1, sum(map(len, rows))))
-        known.append(float(bool(rows)))
-        skipped += len(samples) - len(rows)
-    return Sums(np.array(values), np.array(known), skipped)
+    words, skipped = _split_words(texts)
+    grams = [{tuple(row[n : n + order]) for row in rows for n in range(len(row) - order + 1)} for rows in words]
+    values = [len(found) / max(1, sum(map(len, rows))) for found, rows in zip(grams, words, strict=True)]
+    return Sums(np.array(values), np.array([float(bool(rows)) for rows in words]), skipped)
 
 
 def repetition(texts: Sequence[Sequence[str]]) -> Sums:
     """The share of a sample's bigrams that it has had before, averaged over all samples.
 
-    Words are those of `distinct`. A sample of one word has no bigrams, and nothing that repeats. Blank samples do not
-    count.
+    A sample of one word has no bigrams, and nothing that repeats. Blank samples do not count.
     """
-    totals, weights = [], []
-    for samples in texts:
-        rows = [text.split(" ") for text in samples if text.strip()]
-        bigrams = [list(pairwise(row)) for row in rows]
-        totals.append(float(sum(1 - len(set(pairs)) / len(pairs) for pairs in bigrams if pairs)))
-        weights.append(float(len(rows)))
-    skipped = sum(not text.strip() for samples in texts for text in samples)
-    return Sums(np.array(totals), np.array(weights), skipped)
+    words, skipped = _split_words(texts)
+    bigrams = [[list(pairwise(row)) for row in rows if len(row) > 1] for rows in words]
+    totals = [sum((1 - len(set(pairs)) / len(pairs) for pairs in samples), 0.0) for samples in bigrams]
+    return Sums(np.array(totals), np.array([float(len(rows)) for rows in words]), skipped)
+
+
+def _split_words(texts: Sequence[Sequence[str]]) -> tuple[list[list[list[str]]], int]:
+    """Split samples into words, and count the blank ones, which are left out.
+
+    Words are separated by single spaces, as in the code of DExperts and of the paper: a continuation that begins with a
+    space begins with an empty word, which counts.
+    """
+    words = [[text.split(" ") for text in samples if text.strip()] for samples in texts]
+    return words, sum(map(len, texts)) - sum(map(len, words))
 
 
 def _count(which: Any) -> int:
@@ -241,36 +240,17 @@ class Metric:
     axis: str | None = None  # the label of its axis in trade-off plots; None for a metric that is not plotted
     wide_range: bool = False  # whether the axis becomes logarithmic where the values span a wide range
 
-    @property
-    def needs_judge(self) -> bool:
-        return "scores" in self.needs
-
-    @property
-    def needs_language_model(self) -> bool:
-        return "nll" in self.needs
-
-    @property
-    def needs_decoding(self) -> bool:
-        """Whether it needs numbers that only decoding knows."""
-        return "drawn_nll" in self.needs
-
-    @property
-    def needs_encoder(self) -> bool:
-        return "features" in self.needs
-
-    @property
-    def sums(self) -> Callable[[ScoredTexts], Sums] | None:
-        """The function that computes the two sums of texts; None for MAUVE."""
-        compute = self.compute
-        return compute and (lambda texts: compute(*(getattr(texts, name) for name in self.needs)))
+    def sums(self, texts: ScoredTexts) -> Sums:
+        """Compute the two sums of texts; MAUVE has none."""
+        assert self.compute is not None
+        return self.compute(*(getattr(texts, name) for name in self.needs))
 
     def estimate(self, texts: ScoredTexts, bootstrap: Bootstrap) -> Estimate:
         """Compute the metric with its interval."""
-        if self.sums is not None:
+        if self.compute is not None:
             return estimate(self.sums(texts), bootstrap)
-        assert texts.features is not None
-        assert texts.reference is not None
-        return estimate_mauve(texts.features, texts.reference, bootstrap)
+        features, reference = (getattr(texts, name) for name in self.needs)
+        return estimate_mauve(features, reference, bootstrap)
 
 
 METRICS: dict[str, Metric] = {
@@ -331,9 +311,9 @@ METRICS: dict[str, Metric] = {
     ),
 }
 
-# The metrics of trade-off plots: attributes (up) against fluency (across).
-ATTRIBUTE_METRICS = tuple(name for name, metric in METRICS.items() if metric.axis and metric.needs_judge)
-FLUENCY_METRICS = tuple(name for name, metric in METRICS.items() if metric.axis and not metric.needs_judge)
+# Trade-off plots have attributes (up), which judges score, against fluency (across).
+ATTRIBUTE_METRICS = tuple(name for name, metric in METRICS.items() if "scores" in metric.needs)
+FLUENCY_METRICS = tuple(name for name, metric in METRICS.items() if metric.axis and name not in ATTRIBUTE_METRICS)
 
 
 MAUVE_SCALING = 5  # c of the MAUVE paper

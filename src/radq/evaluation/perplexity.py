@@ -70,7 +70,9 @@ def measure_likelihoods(
     pairs = [_fit(pair, max_positions(lm.config)) for pair in whole]
     nll, tokens = np.zeros(len(pairs)), np.array([len(pair.continuation) for pair in pairs], dtype=np.int64)
     by_length = sorted(np.flatnonzero(tokens), key=lambda n: -len(pairs[n]))
-    batch_size = min(batch_size, texts_per_forward(_logits_of_largest(lm, pairs), lm.device))
+    keeps_last = kv_cache.accepts(lm, KEEP)
+    positions = max((len(pair.continuation) + 1 if keeps_last else len(pair) for pair in pairs), default=1)
+    batch_size = min(batch_size, texts_per_forward(positions * num_logits(lm), lm.device))
     with tqdm(total=len(by_length), unit="text", desc="perplexity", disable=not progress) as bar:
         while by_length:
             some, batch_size = in_smaller_batches(
@@ -111,13 +113,6 @@ def _fit(pair: _Pair, positions: int | None) -> _Pair:
             "shorten the continuations, or use another model.",
         )
     return _Pair(pair.prompt[-room:], pair.continuation)
-
-
-def _logits_of_largest(lm: Wrappable, pairs: list[_Pair]) -> int:
-    """The largest number of logits that a pair in a batch may have."""
-    keeps_last = kv_cache.accepts(lm, KEEP)
-    positions = max((len(pair.continuation) + 1 if keeps_last else len(pair) for pair in pairs), default=1)
-    return positions * num_logits(lm)
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ judge reads prompt and continuation.
 import hashlib
 import sqlite3
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import final
@@ -32,14 +32,6 @@ from radq.files import default_cache_folder
 
 CARD = "judge.json"  # the file by which a folder shows that it holds a judge
 Scored = tuple[Sequence[int], Float[np.ndarray, " b"]]  # positions in the list of texts, and scores there
-
-
-@dataclass
-class JudgeCounts:
-    """The numbers of texts so far that were cut since they were too long, and that could not be scored."""
-
-    truncated: int = 0
-    missing: int = 0
 
 
 class Judge(ABC):
@@ -61,23 +53,21 @@ class Judge(ABC):
 
     @abstractmethod
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
-        """Yield the scores of texts, none of which is blank, in batches and in any order.
-
-        An empty batch stands for a text that cannot be scored.
-        """
+        """Yield the scores of texts that are not blank, in batches in any order; an empty one for a missing score."""
 
     @cached_property
-    def counts(self) -> JudgeCounts:
-        """The counts of this judge. A judge that asks another one, or a reader, has the counts of that one."""
-        return JudgeCounts()
+    def counts(self) -> Counter[str]:
+        """The numbers of texts so far that were `truncated` since they were too long, or `missing` since they could not
+        be scored. A judge that asks another one, or a reader, has the counts of that one."""
+        return Counter()
 
     @property
     def truncated(self) -> int:
-        return self.counts.truncated
+        return self.counts["truncated"]
 
     @property
     def missing(self) -> int:
-        return self.counts.missing
+        return self.counts["missing"]
 
     def score(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, " n"]:
         """Score each text, in order; the score of a blank text, or of one that the judge cannot score, is NaN."""
@@ -128,11 +118,16 @@ class CachedJudge(Judge):
         for n, text in enumerate(texts):
             positions.setdefault(text, []).append(n)
         distinct = list(positions)
-        keys = make_keys(distinct, self.inner.group_size)
+        size = self.inner.group_size
+        keys = make_keys(distinct, size)
         with self._open() as database:
             query = "SELECT text, score FROM scores WHERE judge = ? AND text = ?"
             known = dict(row for key in keys for row in database.execute(query, (self.name, key)))
-            groups = _find_missing([key in known for key in keys], self.inner.group_size)
+            missing = [n for n, key in enumerate(keys) if key not in known]
+            groups: list[Sequence[int]] = [missing] if missing else []
+            if size > 1:
+                firsts = dict.fromkeys(n // size * size for n in missing)
+                groups = [range(first, min(first + size, len(keys))) for first in firsts]
             asked = {n for group in groups for n in group}
             for n, (text, key) in enumerate(zip(distinct, keys, strict=True)):
                 if n not in asked:
@@ -179,12 +174,3 @@ def make_keys(texts: Sequence[str], group_size: int) -> list[bytes]:
     return [
         hashlib.sha256(key + hashlib.sha256(b"".join(group)).digest()).digest() for group in groups for key in group
     ]
-
-
-def _find_missing(known: list[bool], group_size: int) -> list[Sequence[int]]:
-    """Group the positions that must be judged: every group with a missing score, as a whole."""
-    if group_size == 1:
-        missing = [n for n, is_known in enumerate(known) if not is_known]
-        return [missing] if missing else []
-    groups = [range(first, min(first + group_size, len(known))) for first in range(0, len(known), group_size)]
-    return [group for group in groups if not all(known[n] for n in group)]

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -119,19 +120,13 @@ class ChatServer:
             )
         if error.code < 400:
             raise ServerError(f"the server {self.address} redirects.", "set OPENAI_BASE_URL to its new address.")
-        if not self._change_settings(details, settings):
-            raise RefusedError(reason)
-
-    def _change_settings(self, details: dict[str, Any], sent: dict[str, Any]) -> bool:
-        """Leave out or rename a setting that some models of OpenAI do not have; whether that was possible."""
         name = details.get("param")
-        if name not in sent or "unsupported" not in f"{details.get('code')} {details.get('message')}".lower():
-            return False
-        with self._lock:
+        if name not in settings or "unsupported" not in f"{details.get('code')} {details.get('message')}".lower():
+            raise RefusedError(reason)
+        with self._lock:  # some models of OpenAI lack a setting, or have another name for it
             value = self._settings.pop(name, None)
             if name == "max_tokens" and value is not None:
                 self._settings["max_completion_tokens"] = value
-        return True
 
     def _read_answer(self, document: Any) -> str:
         try:
@@ -188,10 +183,8 @@ def _choose_wait(failures: int, asked: float) -> float:
 
 def _read_wait(header: str | None) -> float:
     """The seconds of a header Retry-After, which holds a number or a date; 0 for anything else."""
-    try:
+    with suppress(ValueError):
         return max(0.0, float(header or 0))
-    except ValueError:
-        pass
     try:
         date = parsedate_to_datetime(header or "")
         return max(0.0, (date - datetime.now(UTC if date.tzinfo else None)).total_seconds())

@@ -47,19 +47,14 @@ def parse_classifier(text: str) -> ClassifierName:
     if kind in KINDS and rest and not Path(kind).is_dir():
         judge, _, attribute = text.partition("=")
         return ClassifierName(judge, [(None, _check_attribute(attribute, text))], is_judge=True)
-    source, labels = _split_source(text)
-    if not source or any(not label.partition("=")[0].strip() for label in labels):
+    heads = [text[: match.start()] for match in re.finditer(":", text)]
+    source = next((head for head in heads if Path(head).is_dir()), kind)  # the name of a folder may have colons itself
+    parts = [label.partition("=") for label in text[len(source) + 1 :].split(",")] if heads else []
+    pairs = [(label.strip(), name.strip()) for label, _, name in parts]
+    if not source or not all(label for label, _ in pairs):
         hint = "write it as NAME, NAME:label or NAME:label=attribute."
         raise OptionError(f"{text!r} is no name of a classifier.", hint)
-    pairs = [(label.partition("=")[0].strip(), label.partition("=")[2].strip()) for label in labels]
     return ClassifierName(source, [(label, _check_attribute(name, text)) for label, name in pairs] or [(None, None)])
-
-
-def _split_source(text: str) -> tuple[str, list[str]]:
-    """Split at the first colon, or at the first one after a folder whose name has colons itself."""
-    colons = [match.start() for match in re.finditer(":", text)]
-    colon = next((colon for colon in colons if Path(text[:colon]).is_dir()), next(iter(colons), None))
-    return (text, []) if colon is None else (text[:colon], text[colon + 1 :].split(","))
 
 
 def _check_attribute(name: str, text: str) -> str | None:

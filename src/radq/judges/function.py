@@ -66,7 +66,7 @@ class FunctionJudge(Judge):
                     known = [n for n, score in enumerate(scores) if score is not None]
                     yield [batch[n] for n in known], np.array([scores[n] for n in known])
                     for _ in range(len(scores) - len(known)):
-                        self.counts.missing += 1
+                        self.counts["missing"] += 1
                         yield [], np.array([])
             finally:
                 threads.shutdown(cancel_futures=True)

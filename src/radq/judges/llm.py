@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 from jaxtyping import Float
@@ -32,14 +32,6 @@ from radq.judges.chat import ChatServer, RefusedError, find_server
 ASKS = 3  # questions about one text, while its answers are no scores
 JOBS = 8
 LONGEST_ANSWER = 500  # characters of an answer that are sent back with the next question
-
-
-class Outcome(NamedTuple):
-    """The score of the text at a position; None if it is missing, with the reason."""
-
-    position: int
-    score: float | None
-    problem: str = ""
 
 
 @final
@@ -62,7 +54,7 @@ class RubricJudge(Judge):
         todo: SimpleQueue[tuple[int, str]] = SimpleQueue()
         for item in enumerate(texts):
             todo.put(item)
-        done: SimpleQueue[Any] = SimpleQueue()  # outcomes, errors, and None for each worker that has ended
+        done: SimpleQueue[Any] = SimpleQueue()  # (position, outcome), errors, and None for each worker that has ended
         stop, failure = Event(), None
         running = min(self.jobs, len(texts))
         for _ in range(running):
@@ -75,12 +67,12 @@ class RubricJudge(Judge):
                 elif isinstance(outcome, BaseException):
                     failure = failure or outcome
                     stop.set()
-                elif outcome.score is None:
-                    self.counts.missing += 1
-                    self.problem = self.problem or outcome.problem
+                elif isinstance(outcome[1], str):
+                    self.counts["missing"] += 1
+                    self.problem = self.problem or outcome[1]
                     yield [], np.array([])
                 else:
-                    yield [outcome.position], np.array([outcome.score])
+                    yield [outcome[0]], np.array([outcome[1]])
         finally:
             stop.set()
         if failure is not None:
@@ -91,14 +83,15 @@ class RubricJudge(Judge):
         try:
             while not stop.is_set():
                 position, text = todo.get_nowait()
-                done.put(self._score(position, text, stop))
+                done.put((position, self._score(text, stop)))
         except Empty:
             pass
         except BaseException as error:
             done.put(error)
         done.put(None)
 
-    def _score(self, position: int, text: str, stop: Event) -> Outcome:
+    def _score(self, text: str, stop: Event) -> float | str:
+        """The score of a text, or the reason why there is none."""
         messages = [{"role": "user", "content": self.rubric.question(text)}]
         answer = ""
         try:
@@ -106,13 +99,12 @@ class RubricJudge(Judge):
                 answer = self.server.ask(messages, stop)
                 score = self.rubric.find_score(answer)
                 if score is not None:
-                    return Outcome(position, score)
-                said = answer[:LONGEST_ANSWER].strip() or "…"
-                messages += [{"role": "assistant", "content": said}]
+                    return score
+                messages += [{"role": "assistant", "content": answer[:LONGEST_ANSWER].strip() or "…"}]
                 messages += [{"role": "user", "content": self.rubric.reminder}]
         except RefusedError as error:
-            return Outcome(position, None, f"the server refuses it: {error}")
-        return Outcome(position, None, f"{answer[:100]!r} is not {self.rubric.demand}")
+            return f"the server refuses it: {error}"
+        return f"{answer[:100]!r} is not {self.rubric.demand}"
 
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
@@ -224,12 +216,6 @@ def _read_text(file: str | Path, hint: str) -> str:
     return text
 
 
-def split_rubric(source: str) -> tuple[str, str]:
-    """Split the source of a judge, `MODEL` or `MODEL#RUBRIC`, into the model and the file of the rubric."""
-    model, _, file = source.partition("#")
-    return model, file
-
-
 def find_scale(text: str, place: str) -> tuple[float, float]:
     """The scale that a rubric names. `place` says in errors where the rubric stands."""
     for pattern in SCALES:
@@ -254,7 +240,7 @@ def find_scale(text: str, place: str) -> tuple[float, float]:
 
 def load_rubric_judge(source: str) -> RubricJudge:
     """Load a judge from a text `MODEL#RUBRIC`; RUBRIC is the file of the rubric."""
-    model, file = split_rubric(source)
+    model, _, file = source.partition("#")
     if not file:
         raise OptionError(f"the judge 'openai:{source}' has no rubric.", f"write openai:{model}#rubric.md.")
     return RubricJudge(find_server(model), read_rubric(file))
@@ -263,7 +249,7 @@ def load_rubric_judge(source: str) -> RubricJudge:
 def load_pair_judge(specification: str) -> Judge:
     """Load a judge of pairs from a text `openai:MODEL#RUBRIC`; RUBRIC is a file of text."""
     kind, _, source = specification.partition(":")
-    model, file = split_rubric(source)
+    model, _, file = source.partition("#")
     if kind != "openai" or not file:
         raise OptionError(
             f"pairs are judged by language models alone, got {specification!r}.", "write openai:MODEL#rubric.md."

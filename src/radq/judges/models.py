@@ -47,14 +47,14 @@ class ClassifierJudge(Judge):
     softmax.
     """
 
-    def __init__(self, kind: str, reader: TextReader, label: str | None):
+    def __init__(self, kind: str, reader: TextReader, label: str | None, attribute: str | None = None):
         self.reader, self.counts, self.group_size = reader, reader.counts, reader.group_size
         labels = find_outputs(reader)
         if label is None and not reader.labels and len(labels) == 2:
             label = labels[-1]  # the outputs of a binary classifier without names are no and yes
         self.index = choose_label(labels, label, reader.name)
-        self.attribute = labels[self.index]
-        self.name = f"{kind}:{reader.name}#{self.attribute}"
+        self.attribute = attribute or labels[self.index]
+        self.name = f"{kind}:{reader.name}#{labels[self.index]}"
         self.link = find_link(reader.problem_type, len(labels))
         if self.link == "identity":
             self.name += "/regression"
@@ -145,7 +145,7 @@ class RewardJudge(Judge):
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
         rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids if texts else []
         limit = self.model.reader.context
-        self.counts.truncated += sum(limit is not None and len(row) > limit for row in rows)
+        self.counts["truncated"] += sum(limit is not None and len(row) > limit for row in rows)
         by_length = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         size = BATCH_SIZE if self.model.device.type == "cpu" else GPU_BATCH_SIZE
         for first in range(0, len(rows), size):
@@ -231,11 +231,7 @@ def load_classifier(text: str, device: str = "cpu") -> list[Judge]:
         )
     chosen = choose_labels(name, labels)
     shared = RememberingReader(reader) if len(chosen) > 1 else reader
-    judges: list[Judge] = []
-    for index, attribute in chosen:
-        judges.append(ClassifierJudge(kind, shared, labels[index]))
-        judges[-1].attribute = attribute
-    return judges
+    return [ClassifierJudge(kind, shared, labels[index], attribute) for index, attribute in chosen]
 
 
 def _open_classifier(kind: str, source: str, device: str) -> TextReader:
@@ -257,12 +253,6 @@ def _load_linear(source: str, device: str) -> Judge:
     return LinearJudge(judge_folder(attribute) if kind == EMBEDDED else folder, device)
 
 
-def _load_reward(source: str, device: str) -> Judge:
-    """Load a reward model from `FOLDER[#attribute]`."""
-    folder, attribute = _split_label("reward", source)
-    return RewardJudge(folder, attribute, device)
-
-
 def _split_label(kind: str, source: str) -> tuple[str, str | None]:
     folder, _, label = source.partition("#")
     if not folder:
@@ -274,7 +264,7 @@ JUDGES: dict[str, Callable[[str, str], Judge]] = {
     "classifier": partial(_load_labelled, "classifier"),
     "onnx": partial(_load_labelled, "onnx"),
     "linear": _load_linear,
-    "reward": _load_reward,
+    "reward": lambda source, device: RewardJudge(*_split_label("reward", source), device),
     "not": lambda source, device: invert(load_judge(source, device)),
     "openai": lambda source, device: load_rubric_judge(source),
     "function": lambda source, device: FunctionJudge(source),

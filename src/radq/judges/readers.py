@@ -9,6 +9,7 @@ can read is cut, and counted. Axes: b texts, t tokens, l labels, d hidden.
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,7 +25,6 @@ from tqdm import tqdm
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from radq.errors import ModelError, first_line, require_package
-from radq.judges.base import JudgeCounts
 from radq.judges.classifiers import read_labels
 from radq.models.loading import load_config, load_weights, truncate
 from radq.numerics import pad_right, same_kernels
@@ -44,12 +44,11 @@ class TextReader(ABC):
     name: str  # identifies the model by its content: another model has another name
     labels: list[str]  # the names that the folder gives to the outputs of a classifier
     problem_type: str | None  # what the folder says about the outputs, in the words of transformers
-    max_tokens: int  # the longest text that the model reads
     group_size: int = 1  # texts in one call, if outputs depend on the others of a call in their last bits; else 1
 
     @cached_property
-    def counts(self) -> JudgeCounts:
-        return JudgeCounts()
+    def counts(self) -> Counter[str]:  # as those of a judge
+        return Counter()
 
     @abstractmethod
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
@@ -83,9 +82,7 @@ class TransformersReader(TextReader):
         self.problem_type = config.problem_type
         self.max_tokens = _max_tokens(self.model, self.tokenizer, Path(source.name))
         self.pad = _pad_token(self.model, self.tokenizer, source.name)
-        self.name = source.identity
-        if num_layers is not None:
-            self.name += f"/{num_layers}"
+        self.name = source.identity if num_layers is None else f"{source.identity}/{num_layers}"
 
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
         rows = self._encode(texts)
@@ -102,7 +99,7 @@ class TransformersReader(TextReader):
         for n, row in enumerate(rows):
             if len(row) > self.max_tokens:
                 rows[n] = self.tokenizer(texts[n], truncation=True, max_length=self.max_tokens).input_ids
-                self.counts.truncated += 1
+                self.counts["truncated"] += 1
         return rows
 
 
@@ -135,7 +132,7 @@ class OnnxReader(TextReader):
 
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
         for n, encoding in enumerate(self.tokenizer.encode_batch(list(texts))):
-            self.counts.truncated += bool(encoding.overflowing)
+            self.counts["truncated"] += bool(encoding.overflowing)
             ids = np.array([encoding.ids], dtype=np.int64)
             known = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
             output = self.session.run(None, {name: known[name] for name in self.inputs})[0]
@@ -151,7 +148,7 @@ class RememberingReader(TextReader):
     def __init__(self, reader: TextReader):
         self.inner, self.counts = reader, reader.counts
         self.name, self.labels, self.problem_type = reader.name, reader.labels, reader.problem_type
-        self.max_tokens, self.group_size = reader.max_tokens, reader.group_size
+        self.group_size = reader.group_size
         self._known: dict[tuple[str, ...], list[Read]] = {}
 
     def read(self, texts: Sequence[str]) -> Iterator[Read]:
@@ -237,19 +234,16 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 @final
 class Encoder:
-    """Turns texts into vectors of length 1: the mean of the last hidden states over a text's tokens, scaled.
-
-    `name` identifies the weights by their content.
-    """
+    """Turns texts into vectors of length 1: the mean of the last hidden states over a text's tokens, scaled."""
 
     def __init__(self, reader: TextReader):
         self.reader = reader
-        self.name = reader.name
+        self.name = reader.name  # identifies the weights by their content
         self.size = next(reader.read(["a"]))[1].shape[-1]  # d
 
     @property
     def truncated(self) -> int:
-        return self.reader.counts.truncated
+        return self.reader.counts["truncated"]
 
     def encode(self, texts: Sequence[str], progress: bool = False) -> Float[np.ndarray, "n d"]:
         """Encode each text, in order; the vector of a blank text is NaN."""

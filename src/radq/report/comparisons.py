@@ -15,7 +15,7 @@ from math import isfinite
 
 from radq.evaluation.comparison import AXES
 from radq.evaluation.estimates import Estimate, is_trusted
-from radq.report.curves import choose_step, find_curves, find_unguided, name_group, order_groups
+from radq.report.curves import find_curves, name_group, split_groups
 from radq.report.results import ALIKE, BETTER, HIGHER, LOWER, WORSE, Comparison, Result, Run, unique
 from radq.report.tables import Entry, Table, metric_keys, number, write_estimate
 
@@ -36,12 +36,11 @@ def compare_with_others(run: Run) -> list[Comparison]:
     if ours is None:
         return []
     pairs = [pair if pair.ours == ours else pair.turn() for pair in run.differences if ours in (pair.ours, pair.other)]
-    compared = []
-    for pair in pairs:
-        results = [result for result in run.results if result.group == pair.group]
-        compared.append(replace(pair, better_side=find_better_side(results, pair.metric)))
+    groups = split_groups(run.results)
+    sides = [find_better_side(groups.get(pair.group, []), pair.metric) for pair in pairs]
+    compared = [replace(pair, better_side=side) for pair, side in zip(pairs, sides, strict=True)]
     metrics = unique([*metric_keys(run.results), *(pair.metric for pair in pairs)])
-    places, axes = order_groups(unique(pair.place for pair in pairs)), list(AXES)
+    places, axes = unique(["all", *(pair.place for pair in pairs)]), list(AXES)
     return sorted(compared, key=lambda c: (metrics.index(c.metric), axes.index(c.axis), places.index(c.place)))
 
 
@@ -52,10 +51,9 @@ def find_better_side(results: Sequence[Result], metric: str) -> int:
     """
     sides = set()
     for curve in find_curves(results):
-        unguided = None if curve.unguided else find_unguided(results, curve)
-        if unguided is not None:
-            step = choose_step(curve, unguided)
-            sides.add(_side(step.change(metric)) or _side(_widest(step.estimate(metric), unguided.estimate(metric))))
+        if curve.reference is not None and not curve.unguided:
+            guided, unguided = curve.shown.estimate(metric), curve.reference.estimate(metric)
+            sides.add(_side(curve.shown.change(metric)) or _side(_widest(guided, unguided)))
     sides.discard(0)
     return sides.pop() if len(sides) == 1 else 0
 
@@ -65,10 +63,7 @@ def _side(change: Estimate) -> int:
 
 
 def _widest(guided: Estimate, unguided: Estimate) -> Estimate:
-    """Compute a change from the ends of two intervals, for runs without intervals of changes.
-
-    The interval of the result is too wide rather than too narrow.
-    """
+    """Compute a change with too wide an interval from two intervals, for runs without intervals of changes."""
     value = guided.value - unguided.value
     return Estimate(value, guided.low - unguided.high, guided.high - unguided.low)
 
@@ -85,10 +80,7 @@ def find_missing(run: Run) -> list[str]:
 
 
 def describe_comparisons(comparisons: Sequence[Comparison]) -> list[str]:
-    """Say how our guide stands, in a sentence for each run, class of prompts and axis.
-
-    The sentence is about the first metric that has a value there.
-    """
+    """Say for each run, class of prompts and axis how our guide stands in the first metric that has a value there."""
     sentences: dict[tuple[str, str, str], list[Comparison]] = {}
     for comparison in comparisons:
         others = sentences.setdefault((comparison.run, comparison.place, comparison.axis), [])

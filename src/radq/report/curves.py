@@ -8,6 +8,7 @@
 Cells that differ in their KL budget alone make one curve over the budget.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -34,10 +35,7 @@ class CurveStep:
     results: list[Result]
 
     def estimate(self, metric: str) -> Estimate:
-        """Average a metric over seeds, and the ends of its intervals likewise.
-
-        All seeds continue the same prompts, so that this interval is too wide rather than too narrow.
-        """
+        """Average a metric over seeds, and the ends of its intervals: rather too wide, as all have the same prompts."""
         return _average([result.metrics[metric] for result in self.results if metric in result.metrics])
 
     def change(self, metric: str) -> Estimate:
@@ -66,11 +64,19 @@ class Curve:
     setting: str
     unguided: bool
     steps: list[CurveStep]
+    reference: CurveStep | None  # the unguided cells with the same run and candidates
 
     @property
     def label(self) -> str:
         name = f"{self.guide} (unguided)" if self.unguided else self.guide
         return f"{name}, {self.setting}" if self.setting else name
+
+    @property
+    def shown(self) -> CurveStep:
+        """The strongest step whose perplexity is low enough or unknown; the weakest step if there is none."""
+        limit = NAN if self.reference is None else MAX_PERPLEXITY_RATIO * self.reference.estimate(PERPLEXITY).value
+        affordable = [step for step in self.steps if not step.estimate(PERPLEXITY).value > limit]
+        return affordable[-1] if affordable else self.steps[0]
 
 
 def find_curves(results: Sequence[Result]) -> list[Curve]:
@@ -78,26 +84,24 @@ def find_curves(results: Sequence[Result]) -> list[Curve]:
 
     Where all cells with a KL budget of a guide and its candidates have a single β, their curve runs over the budget.
     """
-    betas: dict[tuple[Any, ...], set[float | None]] = {}
+    betas: dict[tuple[Any, ...], set[float | None]] = defaultdict(set)
+    unguided: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
     for result in results:
         if result.kl_budget is not None:
-            betas.setdefault((result.guide, result.top_k, result.top_p), set()).add(result.beta)
-    curves: dict[tuple[str, str], list[Result]] = {}
+            betas[result.guide, result.top_k, result.top_p].add(result.beta)
+        if result.unguided:
+            unguided[result.run, result.top_k, result.top_p].append(result)
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
-        over_budget = len(betas.get((result.guide, result.top_k, result.top_p), ())) == 1
-        curves.setdefault((result.guide, _describe_setting(result, over_budget)), []).append(result)
-    return [
-        Curve(guide, setting, cells[0].unguided, _find_steps(cells, setting.endswith(BUDGET)))
-        for (guide, setting), cells in curves.items()
-    ]
-
-
-def find_unguided(results: Sequence[Result], curve: Curve) -> CurveStep | None:
-    """Find the unguided cells with the run and the candidates of a curve."""
-    first = curve.steps[0].results[0]
-    wanted = (first.run, first.top_k, first.top_p)
-    cells = [result for result in results if result.unguided and (result.run, result.top_k, result.top_p) == wanted]
-    return CurveStep("", cells) if cells else None
+        over_budget = len(betas[result.guide, result.top_k, result.top_p]) == 1
+        groups[result.guide, _describe_setting(result, over_budget)].append(result)
+    curves = []
+    for (guide, setting), cells in groups.items():
+        steps = _find_steps(cells, setting.endswith(BUDGET))
+        first = steps[0].results[0]
+        same = unguided[first.run, first.top_k, first.top_p]
+        curves.append(Curve(guide, setting, first.unguided, steps, CurveStep("", same) if same else None))
+    return curves
 
 
 def _describe_setting(result: Result, over_budget: bool) -> str:
@@ -110,22 +114,15 @@ def _describe_setting(result: Result, over_budget: bool) -> str:
 
 
 def _find_steps(results: Sequence[Result], over_budget: bool) -> list[CurveStep]:
-    def position(result: Result) -> tuple[float, float]:
-        number = (result.kl_budget if over_budget else result.beta or result.best_of or result.ask) or 0.0
-        return abs(number), number
-
-    def label(result: Result) -> str:
-        if over_budget:
-            return f"KL {exact(result.kl_budget or 0.0)}"
-        for name, strength in (("n=", result.best_of), ("ask=", result.ask), ("", result.beta)):
-            if strength is not None:
-                return f"{name}{exact(strength)}"
-        return ""
-
-    steps: dict[str, list[Result]] = {}
-    for result in sorted(results, key=position):
-        steps.setdefault(label(result), []).append(result)
-    return [CurveStep(name, cells) for name, cells in steps.items()]
+    """Group results by the number in which they differ, the smallest first."""
+    steps: dict[tuple[float, float, str], list[Result]] = defaultdict(list)
+    for result in results:
+        numbers = {"n=": result.best_of, "ask=": result.ask, "": result.beta}
+        known = {"KL ": result.kl_budget or 0.0} if over_budget else numbers
+        found = [(number, f"{name}{exact(number)}") for name, number in known.items() if number is not None]
+        number, label = found[0] if found else (0.0, "")
+        steps[abs(number), number, label].append(result)
+    return [CurveStep(label, cells) for (_, _, label), cells in sorted(steps.items(), key=lambda step: step[0])]
 
 
 # --- the models and prompts of a run ---
@@ -155,9 +152,10 @@ def count_group(group: str, prompts: int | None) -> str:
     return name_group(group) if prompts is None else f"{prompts} {name_group(group)}"
 
 
-def order_groups(groups: Sequence[str]) -> list[str]:
-    """Put the class "all" first, then the other classes of prompts."""
-    return sorted(groups, key=lambda group: group != "all")
+def split_groups(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results of each class of prompts, those of the class "all" first."""
+    groups = sorted(unique(result.group for result in results), key=lambda group: group != "all")
+    return {group: [result for result in results if result.group == group] for group in groups}
 
 
 def _describe_model(name: Any) -> str:
@@ -179,10 +177,9 @@ def _describe_judges(judges: Any) -> list[str]:
 
 
 def _describe_prompts(results: Sequence[Result]) -> str:
-    sizes = {result.group: result.prompts for result in results}
     samples = {result.samples for result in results}
     (count,) = samples if len(samples) == 1 else (None,)
-    groups = ", ".join(count_group(group, sizes[group]) for group in order_groups(list(sizes)))
+    groups = ", ".join(count_group(group, cells[-1].prompts) for group, cells in split_groups(results).items())
     return groups if count is None else f"{groups}, {count} sample{'' if count == 1 else 's'} of each"
 
 
@@ -204,28 +201,16 @@ class Change:
 
 
 def find_changes(run: Run) -> list[Change]:
-    """Compare each guide with the unguided base model, at the strongest β whose perplexity is not too high.
-
-    The metrics are those of judges, and the perplexity.
-    """
+    """Compare each guide with the unguided base model, in the metrics of judges and perplexity, at the step shown."""
     changes: list[Change] = []
-    for group in order_groups(unique(result.group for result in run.results)):
-        results = [result for result in run.results if result.group == group]
+    for results in split_groups(run.results).values():
         curves = [curve for curve in find_curves(results) if not curve.unguided]
         settings = unique(curve.setting for curve in curves)
         for curve in curves:
-            unguided = find_unguided(results, curve)
-            if unguided is not None:
+            if curve.reference is not None:
                 name = curve.label if len(settings) > 1 else curve.guide
-                changes += _compare(name, choose_step(curve, unguided), unguided)
+                changes += _compare(name, curve.shown, curve.reference)
     return changes
-
-
-def choose_step(curve: Curve, unguided: CurveStep) -> CurveStep:
-    """Choose the strongest step whose perplexity is low enough or unknown; the weakest step if there is none."""
-    limit = MAX_PERPLEXITY_RATIO * unguided.estimate(PERPLEXITY).value
-    affordable = [step for step in curve.steps if not step.estimate(PERPLEXITY).value > limit]
-    return affordable[-1] if affordable else curve.steps[0]
 
 
 def _compare(guide: str, step: CurveStep, unguided: CurveStep) -> list[Change]:

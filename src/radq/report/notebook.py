@@ -16,6 +16,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from math import isfinite
 from typing import Any, Literal
 
 import numpy as np
@@ -25,20 +26,20 @@ from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.decoding.generate import generate
 from radq.errors import OptionError, require_package
 from radq.evaluation.estimates import Bootstrap, Estimate
-from radq.evaluation.metrics import METRICS, check_metric, metric_and_judge
-from radq.evaluation.sweep.config import UNGUIDED, JudgeUse, SweepCell, list_judged
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, check_metric, metric_and_judge
+from radq.evaluation.sweep.config import UNGUIDED, SweepCell
 from radq.evaluation.sweep.generate import measure_ends
-from radq.evaluation.sweep.measure import ENDS, Instruments, MeasuredCell
+from radq.evaluation.sweep.measure import ENDS, Estimates, Instruments, MeasuredCell
 from radq.guides.base import Guide
 from radq.guides.spec import GuideSpec, find_base, find_budget
 from radq.judges.base import Judge
 from radq.judges.models import load_judge, to_unit
 from radq.models.loading import Wrappable
-from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, error_bars, make_figure, plot_style, render
+from radq.report.plots import COLOURS, INK, MARKERS, PANEL_HEIGHT, Plot, drawing, error_bars, render
 from radq.report.results import NAN
 from radq.settings import renamed
 
-Estimates = dict[str, dict[str, float | None]]  # value, low and high of each metric
+ENDINGS = {"value": "", "low": " low", "high": " high"}  # of names in a data frame
 PLAIN_METRICS = ("corpus_perplexity", "kl", "dist_2", "repetition", *ENDS)
 
 
@@ -65,11 +66,7 @@ class Evaluation:
         """A row for each guide, with its metrics and the ends of their intervals."""
         return [
             {"guide": guide.name, "kl_budget": guide.kl_budget}
-            | {
-                f"{name}{end}": metric[key]
-                for name, metric in guide.metrics.items()
-                for key, end in (("value", ""), ("low", " low"), ("high", " high"))
-            }
+            | {name + end: metric[key] for name, metric in guide.metrics.items() for key, end in ENDINGS.items()}
             for guide in self.guides
         ]
 
@@ -90,41 +87,31 @@ class Evaluation:
         return "".join([*lines, "</tbody></table>"])
 
     def _table(self) -> list[list[str]]:
-        names = list(self.guides[0].metrics)
-        body = [
-            [
-                guide.name,
-                *(_show(guide.metrics[name]) for name in names),
-                "–" if guide.kl_budget is None else f"{guide.kl_budget:g}",
-            ]
-            for guide in self.guides
-        ]
-        return [["guide", *names, "kl_budget"], *body]
+        table = [["guide", *self.guides[0].metrics, "kl_budget"]]
+        for guide in self.guides:
+            budget = "–" if guide.kl_budget is None else f"{guide.kl_budget:g}"
+            table.append([guide.name, *map(_show, guide.metrics.values()), budget])
+        return table
 
     def plot(self) -> Plot:
         """Plot each metric of a judge against perplexity, with intervals; a notebook shows the result."""
-        judged = [name for name in self.guides[0].metrics if METRICS[metric_and_judge(name)[0]].needs_judge]
+        judged = [name for name in self.guides[0].metrics if metric_and_judge(name)[0] in ATTRIBUTE_METRICS]
         if not judged:
             raise OptionError("there is no judge whose scores could be plotted.", "give judges to evaluate.")
-        with plot_style("evaluation"):
-            figure = make_figure()
+        with drawing("evaluation") as figure:
             panels = figure.subplots(len(judged), 1, squeeze=False, sharex=True)[:, 0]
             for axes, name in zip(panels, judged, strict=True):
-                self._draw(axes, name)
+                axes.set_ylabel(name)
+                for number, guide in enumerate(self.guides):
+                    x, y = (_read_estimate(guide.metrics[metric]) for metric in ("corpus_perplexity", name))
+                    look = {"color": INK if number == 0 else COLOURS[(number - 1) % len(COLOURS)], "capsize": 3}
+                    look |= {"marker": MARKERS[number % len(MARKERS)], "ls": "", "label": guide.name}
+                    if isfinite(x.value) and isfinite(y.value):
+                        axes.errorbar(x.value, y.value, xerr=error_bars([x]), yerr=error_bars([y]), **look)
             panels[-1].set_xlabel("perplexity under the base model (← more fluent)")
             panels[0].legend()
             figure.set_size_inches(6.4, PANEL_HEIGHT * len(judged))
             return render(figure, "evaluation", f"{', '.join(judged)} against perplexity")
-
-    def _draw(self, axes: Any, name: str) -> None:
-        for number, guide in enumerate(self.guides):
-            x, y = guide.metrics["corpus_perplexity"], guide.metrics[name]
-            if x["value"] is None or y["value"] is None:
-                continue
-            look = {"color": INK if number == 0 else COLOURS[(number - 1) % len(COLOURS)], "capsize": 3}
-            look |= {"marker": MARKERS[number % len(MARKERS)], "ls": "", "label": guide.name}
-            axes.errorbar(x["value"], y["value"], xerr=_bars(x), yerr=_bars(y), **look)
-        axes.set_ylabel(name)
 
 
 def _show(metric: Mapping[str, float | None]) -> str:
@@ -134,10 +121,9 @@ def _show(metric: Mapping[str, float | None]) -> str:
     return f"{value:.3g}" if low is None or high is None else f"{value:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _bars(metric: Mapping[str, float | None]) -> Any:
-    ends = [metric[name] for name in ("value", "low", "high")]
-    value, low, high = (NAN if end is None else end for end in ends)
-    return error_bars([Estimate(value, low, high)])
+def _read_estimate(metric: Mapping[str, float | None]) -> Estimate:
+    value, low, high = (NAN if (end := metric[name]) is None else end for name in ENDINGS)
+    return Estimate(value, low, high)
 
 
 @renamed(num_samples="samples")
@@ -178,7 +164,7 @@ def evaluate(
     """
     for name in judge_metrics:
         check_metric(name)
-        if not METRICS[name].needs_judge or name == "win_rate":
+        if name not in ATTRIBUTE_METRICS or name == "win_rate":
             raise OptionError(
                 f"{name!r} is no metric of a judge's scores.",
                 "choose mean_score, avg_max, positive_rate or toxic_rate.",
@@ -187,14 +173,10 @@ def evaluate(
         reason = "there are no prompts" if not prompts else f"a guide cannot be named {UNGUIDED!r}"
         raise OptionError(f"{reason}.", "give one or more prompts, and other names.")
     device = str(lm.device)
-    instruments = Instruments(
-        {
-            name: (to_unit(load_judge(one, device) if isinstance(one, str) else one), reads)
-            for name, one in judges.items()
-        }
-    )
-    uses = {name: JudgeUse(name, list(judge_metrics), reads) for name in judges}
-    asked = ([*list_judged(uses), *PLAIN_METRICS], range(len(prompts)), Bootstrap(resamples))
+    loaded = {name: load_judge(one, device) if isinstance(one, str) else one for name, one in judges.items()}
+    instruments = Instruments({name: (to_unit(judge), reads) for name, judge in loaded.items()})
+    judged = [f"{metric}[{name}]" for name in judges for metric in judge_metrics]
+    asked = ([*judged, *PLAIN_METRICS], range(len(prompts)), Bootstrap(resamples))
     options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
     options |= {"samples": samples, "batch_size": batch_size, "progress": progress}
     found: list[EvaluatedGuide] = []
@@ -205,9 +187,8 @@ def evaluate(
         budget = find_budget(written, DEFAULT_KL_BUDGET) if kl_budget == "auto" else kl_budget
         drawn = generate(lm, tokenizer, prompts, steer, **options, kl_budget=budget, ends=ends)
         cell = _measure(SweepCell(name, None, top_k, top_p, None, seed), drawn, prompts, instruments, progress)
-        changes = {} if unguided is None else cell.estimate_changes(unguided, *asked)
+        found.append(EvaluatedGuide(name, cell.texts, *cell.estimate(*asked, unguided), drawn[0].kl_budget))
         unguided = unguided or cell
-        found.append(EvaluatedGuide(name, cell.texts, cell.estimate(*asked), changes, drawn[0].kl_budget))
     return Evaluation(list(prompts), found)
 
 

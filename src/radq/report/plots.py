@@ -25,7 +25,7 @@ from radq.evaluation.estimates import Estimate
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, FLUENCY_METRICS, METRICS, metric_and_judge
 from radq.models.calibration import NAMED, Calibration, Interval, MeasuredPoint, Setting
 from radq.report.comparisons import Comparison
-from radq.report.curves import Curve, find_curves, find_unguided, name_group
+from radq.report.curves import Curve, find_curves, name_group
 from radq.report.results import NAN, Result, unique
 from radq.report.tables import metric_keys
 
@@ -106,7 +106,6 @@ class Plot:
         return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
 
     def _repr_html_(self) -> str:
-        """The drawing, as notebooks show it."""
         return self.inline
 
     @property
@@ -120,10 +119,7 @@ class Plot:
 
 
 def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: Published) -> Plot | None:
-    """Plot every attribute of a class of prompts against perplexity, KL and MAUVE, where these were measured.
-
-    The plot is None where there is nothing to draw.
-    """
+    """Plot the attributes of a class of prompts against perplexity, KL and MAUVE; None where there is none of both."""
     keys = [key for key in metric_keys(results) if _is_measured(key, results)]
     rows, columns = (
         [key for key in keys if metric_and_judge(key)[0] in metrics] for metrics in (ATTRIBUTE_METRICS, FLUENCY_METRICS)
@@ -134,14 +130,10 @@ def plot_tradeoff(name: str, group: str, results: Sequence[Result], published: P
     grid, labels = [], []
     for attribute in rows:
         metric, judge = metric_and_judge(attribute)
-        headings = [_middle_cut(attribute, 100) if judge else "", *[""] * (len(columns) - 1)]
         labels.append(f"{metric}: {METRICS[metric].axis}")
-        grid.append(
-            [
-                Panel(heading, curves, fluency, attribute, published(attribute, fluency))
-                for heading, fluency in zip(headings, columns, strict=True)
-            ]
-        )
+        panels = [Panel("", curves, fluency, attribute, published(attribute, fluency)) for fluency in columns]
+        panels[0] = replace(panels[0], heading=_middle_cut(attribute, 100) if judge else "")
+        grid.append(panels)
     title = f"Trade-off of {', '.join(unique(curve.guide for curve in curves))} on {name_group(group)}"
     return _plot_grid(name, title, grid, labels, curves)
 
@@ -172,8 +164,7 @@ class Panel:
 
 def _plot_grid(name: str, title: str, grid: list[list[Panel]], labels: list[str], curves: list[Curve]) -> Plot:
     """Plot rows of panels, each row with a label, under one legend of `curves`."""
-    with plot_style(name):
-        figure = make_figure()
+    with drawing(name) as figure:
         places = figure.subplots(len(grid), len(grid[0]), squeeze=False, sharey="row")
         drawn: dict[str, Any] = {}  # lines by label, for the legend
         for row, label, panels in zip(places, labels, grid, strict=True):
@@ -201,42 +192,32 @@ def _draw_panel(axes: Any, panel: Panel) -> dict[str, Any]:
         (drawn[curve.label],) = axes.plot(x, y, **style, zorder=1)
         for end in (0, -1):
             _write_at(axes, f"{curve.points[end][0]:g}", x[end], y[end], grey, corner=1)
-    bases = {} if panel.published else _find_bases(panel.curves, panel.fluency)
+    is_relative = METRICS[metric_and_judge(panel.fluency)[0]].wide_range and not panel.published
+    references = {curve.label: curve.reference for curve in panel.curves if curve.steps and is_relative}
+    bases = {label: NAN if one is None else one.estimate(panel.fluency).value for label, one in references.items()}
+    if not all(isfinite(base) and base > 0 for base in bases.values()):
+        bases = {}  # where an unguided perplexity is unknown, none is divided by it
     for curve in panel.curves:
         base = bases.get(curve.label, 1.0)
-        points = [
-            (step.label, _divide(step.estimate(panel.fluency), base), step.estimate(panel.attribute))
-            for step in curve.steps
-        ]
-        points = [(label, x, y) for label, x, y in points if isfinite(x.value) and isfinite(y.value)]
+        points = []
+        for step in curve.steps:
+            x, y = step.estimate(panel.fluency), step.estimate(panel.attribute)
+            if isfinite(x.value) and isfinite(y.value):
+                points.append((step.label, Estimate(x.value / base, x.low / base, x.high / base), y))
         if points:
             drawn[curve.label] = _draw_curve(axes, curve, _look(curve, panel.curves), points)
     _label_axes(axes, panel.fluency, relative=bool(bases))
     return drawn
 
 
-def _find_bases(curves: Sequence[Curve], fluency: str) -> dict[str, float]:
-    """Find the unguided perplexity by which each curve is divided; empty for other metrics, or where one is unknown."""
-    if not METRICS[metric_and_judge(fluency)[0]].wide_range:
-        return {}
-    cells = [result for curve in curves for step in curve.steps for result in step.results]
-    unguided = {curve.label: find_unguided(cells, curve) for curve in curves if curve.steps}
-    bases = {label: NAN if step is None else step.estimate(fluency).value for label, step in unguided.items()}
-    return bases if all(isfinite(base) and base > 0 for base in bases.values()) else {}
-
-
-def _divide(estimate: Estimate, base: float) -> Estimate:
-    return Estimate(estimate.value / base, estimate.low / base, estimate.high / base)
-
-
 def _draw_curve(axes: Any, curve: Curve, look: dict[str, Any], points: list[tuple[str, Estimate, Estimate]]) -> Any:
-    across, up = [x for _, x, _ in points], [y for _, _, y in points]
-    x, y = [one.value for one in across], [one.value for one in up]
-    errors = {"xerr": error_bars(across), "yerr": error_bars(up)}
-    axes.errorbar(x, y, **errors, fmt="none", ecolor=look["color"], elinewidth=0.9, alpha=0.45, zorder=2)
+    labels, *ends = zip(*points, strict=True)
+    (x, y), (x_bars, y_bars) = ([one.value for one in end] for end in ends), map(error_bars, ends)
+    look_of_bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 0.9, "alpha": 0.45}
+    axes.errorbar(x, y, xerr=x_bars, yerr=y_bars, **look_of_bars, zorder=2)
     (line,) = axes.plot(x, y, **look, zorder=4 if curve.unguided else 3)
-    for label, one, other in [] if curve.unguided else points:
-        _write_at(axes, label, one.value, other.value, look["color"], MARKERS.index(look["marker"]))
+    for label, across, up in [] if curve.unguided else zip(labels, x, y, strict=True):
+        _write_at(axes, label, across, up, look["color"], MARKERS.index(look["marker"]))
     return line
 
 
@@ -281,11 +262,8 @@ def _hide_crowded(figure: Any) -> None:
                 shown.append(box)
 
 
-def error_bars(estimates: list[Estimate]) -> Float[np.ndarray, "2 c"]:
-    """Compute the lengths of error bars below and above.
-
-    A length is 0 where the end of an interval is unknown, or on the other side of the value.
-    """
+def error_bars(estimates: Sequence[Estimate]) -> Float[np.ndarray, "2 c"]:
+    """Compute the lengths of error bars below and above, 0 for an end that is unknown or on the value's other side."""
     low = [one.value - one.low if isfinite(one.low) else 0.0 for one in estimates]
     high = [one.high - one.value if isfinite(one.high) else 0.0 for one in estimates]
     return np.maximum(np.array([low, high]), 0.0)
@@ -314,10 +292,7 @@ def _add_legends(figure: Any, curves: list[Curve], drawn: dict[str, Any]) -> flo
     height = 0.0
     for lines, place, title in ((ours, "upper", "numbers at points: β"), (theirs, "lower", "published numbers")):
         if lines:
-            across = max(1, min(len(lines), LEGEND_CHARACTERS // (max(map(len, lines)) + 8)))
-            height += LEGEND_ROW * (2 - (-len(lines) // across))
-            look = {"loc": f"outside {place} left", "ncols": across, "title": title, "alignment": "left"}
-            figure.legend(lines.values(), lines.keys(), **look)
+            height += 2 * LEGEND_ROW + add_legend(figure, lines, place=place, title=title, alignment="left")
     return height
 
 
@@ -335,10 +310,7 @@ def _middle_cut(name: str, length: int) -> str:
 
 
 def plot_comparisons(name: str, comparisons: Sequence[Comparison], guides: Sequence[str]) -> Plot | None:
-    """Plot the differences at equal perplexity or KL with their intervals, a line per other guide and class of prompts.
-
-    Each metric has a panel for each of both.
-    """
+    """Plot differences with intervals, a panel per metric and axis, a line per other guide and class of prompts."""
     known = [comparison for comparison in comparisons if comparison.is_known]
     by_panel: dict[tuple[str, str], list[Comparison]] = {}
     for comparison in known:
@@ -346,8 +318,7 @@ def plot_comparisons(name: str, comparisons: Sequence[Comparison], guides: Seque
     if not known:
         return None
     sizes = list(map(len, by_panel.values()))
-    with plot_style(name):
-        figure = make_figure()
+    with drawing(name) as figure:
         figure.set_size_inches(WIDTH, 0.8 * len(sizes) + 0.3 * sum(sizes))
         panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=[2 + size for size in sizes])
         for axes, part in zip(panels[:, 0], by_panel.values(), strict=True):
@@ -379,16 +350,19 @@ def _draw_forest(axes: Any, comparisons: list[Comparison], guides: Sequence[str]
 
 
 @contextmanager
-def plot_style(name: str) -> Iterator[None]:
-    """Use the style of radq's plots inside the block; `name` makes the ids of the SVG reproducible."""
+def drawing(name: str) -> Iterator[Any]:
+    """Make a figure in the style of radq's plots, which holds in the block; `name` makes its ids reproducible."""
     matplotlib = require_package("matplotlib", "report")
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about names with letters that the font of the PNG lacks
-        yield
+        yield require_package("matplotlib.figure", "report").Figure(layout="constrained")
 
 
-def make_figure() -> Any:
-    return require_package("matplotlib.figure", "report").Figure(layout="constrained")
+def add_legend(figure: Any, lines: dict[str, Any], width: float = WIDTH, place: str = "upper", **look: Any) -> float:
+    """Add a legend of lines by their labels, above or below a figure of this width; return the height of its rows."""
+    across = max(1, min(len(lines), int(LEGEND_CHARACTERS * width / WIDTH) // (max(map(len, lines)) + 8)))
+    figure.legend(lines.values(), lines.keys(), loc=f"outside {place} left", ncols=across, **look)
+    return LEGEND_ROW * -(-len(lines) // across)
 
 
 def render(figure: Any, name: str, title: str) -> Plot:
@@ -403,8 +377,7 @@ def render(figure: Any, name: str, title: str) -> Plot:
 
 def plot_calibration(calibration: Calibration) -> Plot:
     """Plot what was measured with intervals, the bound of the perplexity, and the strengths by name."""
-    with plot_style("calibration"):
-        figure = make_figure()
+    with drawing("calibration") as figure:
         above, below = figure.subplots(2, 1, sharex=True)
         measured = calibration.measured
         _draw_levels(above, calibration, [point.score for point in measured], COLOURS[0], "o")

@@ -11,11 +11,11 @@ cannot be shown are replaced on reading.
 
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -60,10 +60,7 @@ ALIKE, UNKNOWN = "not told apart from", "not compared with"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A metric of one guide minus that of another one, at equal perplexity or at equal KL.
-
-    The difference is NaN where the guides have no common range.
-    """
+    """A metric of one guide minus that of another at equal perplexity or KL; NaN where they have no common range."""
 
     run: str
     ours: str
@@ -191,18 +188,16 @@ def _read_run(folder: Path, name: str) -> Run:
     notes: list[str] = []
     results: dict[tuple[str, str], Result] = {}
     costs = read_costs(folder)
-    for place, row in _rows(folder / "metrics.jsonl", notes):
-        result = _read_result(place, row, name, costs)
+    for row in _rows(folder / "metrics.jsonl", notes):
+        result = _read_result(row, name, costs)
         if (result.cell, result.group) in results:
-            notes.append(f"{place}: the cell {result.cell!r} is there twice; the later line counts.")
+            notes.append(f"{row.place}: the cell {result.cell!r} is there twice; the later line counts.")
         results[result.cell, result.group] = result
     if not results:
         raise DataError(f"{str(folder / 'metrics.jsonl')!r} has no results.", "let radq eval finish a cell first.")
     pairs = list(_rows(folder / "differences.jsonl", notes))
-    several = len({_describe_setting(row) for _, row in pairs}) > 1
-    differences = [
-        _read_comparison(place, row, name, _describe_setting(row) if several else "") for place, row in pairs
-    ]
+    several = len({row.setting for row in pairs}) > 1
+    differences = [_read_comparison(row, name, row.setting if several else "") for row in pairs]
     config = folder / "config.yaml"
     text = printable(config.read_text(encoding="utf-8", errors="replace")) if config.is_file() else None
     return Run(name, folder, text, list(results.values()), differences, notes)
@@ -218,17 +213,20 @@ def read_samples(runs: Sequence[Run], prompts: int = 5, continuations: int = 3) 
     for run in runs:
         cells = {result.cell for result in run.results}
         last, scores = "", {}  # lines come by cell
-        for place, row in _rows(run.folder / "generations.jsonl", run.notes):
-            group, cell, prompt = _name(place, row, "group"), _name(place, row, "cell"), _text(place, row, "text")
+        for row in _rows(run.folder / "generations.jsonl", run.notes):
+            group, cell, prompt = row.name("group"), row.name("cell"), row.text("text")
             here = chosen.setdefault(group, {})
             if cell in cells and (prompt in here or len(here) < prompts):
-                if (name := _text(place, row, "cell")) != last:
+                if (name := row.text("cell")) != last:
                     last, scores = name, _read_scores(run, name)
-                texts = _texts(place, row, "continuations")[:continuations]
-                index = _integer(place, row, "prompt")
+                texts = row.values.get("continuations")
+                if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                    raise row.wrong("continuations", texts, "a list of texts")
+                index = row.integer("prompt")
                 samples = here.setdefault(prompt, PromptSamples(group, prompt, {}))
                 samples.continuations[run.name, cell] = [
-                    Sample(printable(text), _find_scores(scores, index, n)) for n, text in enumerate(texts)
+                    Sample(printable(text), _find_scores(scores, index, n))
+                    for n, text in enumerate(texts[:continuations])
                 ]
     return [samples for here in chosen.values() for samples in here.values()]
 
@@ -275,139 +273,123 @@ def unique(values: Iterable[str]) -> list[str]:
 # --- lines ---
 
 
-def _rows(file: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read each line with its place in the file, for errors; a missing file has no lines, and adds a note."""
-    if not file.is_file():
-        notes.append(f"{str(file.parent)!r} has no {file.name}.")
-        return
-    for number, row in read_numbered_lines(file, notes):
-        place = f"{file}, line {number}"
-        if not isinstance(row, dict):
-            raise _wrong(place, "the line", row, "an object")
-        yield place, row
+class Row(NamedTuple):
+    """A line of a file, with its place there for errors."""
+
+    place: str
+    values: dict[str, Any]
+
+    def wrong(self, name: str, value: Any, wanted: str) -> DataError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
+        hint = "correct the line, or run radq eval again."
+        return DataError(f"{self.place}: {name} must be {wanted}, got {shown}.", hint)
+
+    def text(self, name: str) -> str:
+        text = self.values.get(name)
+        if not isinstance(text, str):
+            raise self.wrong(name, text, "a text")
+        return printable(text)
+
+    def name(self, name: str) -> str:
+        return " ".join(self.text(name).split())
+
+    def metric(self, key: str) -> str:
+        name, _ = metric_and_judge(key)
+        if name not in METRICS:
+            raise DataError(f"{self.place}: there is no metric {name!r}.", f"choose from {', '.join(METRICS)}.")
+        return " ".join(printable(key).split())
+
+    def number(self, name: str) -> float | None:
+        """A number; None where it is missing or NaN."""
+        number = self.values.get(name)
+        if number is not None and not isinstance(number, int | float):
+            raise self.wrong(name, number, "a number or null")
+        return None if number is None or number != number else number
+
+    def integer(self, name: str) -> int:
+        number = self.number(name)
+        if number is None or not isfinite(number) or number != int(number):
+            raise self.wrong(name, self.values.get(name), "a whole number")
+        return int(number)
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self.values.get(name) is None else self.integer(name)
+
+    def estimates(self, name: str) -> dict[str, Estimate]:
+        """Estimates of metrics; null stands for one that is unknown."""
+        found = {}
+        values = self.values.get(name, {})
+        if not isinstance(values, dict):
+            raise self.wrong(name, values, "an object")
+        for key, value in values.items():
+            if not isinstance(value, dict | None):
+                raise self.wrong(key, value, "an object with value, low and high")
+            found[self.metric(key)] = Row(self.place, value or {}).estimate()
+        return found
+
+    def estimate(self) -> Estimate:
+        """A value with the ends of its interval, and the numbers of samples that are left out."""
+        value, low, high = (NAN if end is None else float(end) for end in map(self.number, ("value", "low", "high")))
+        skipped, infinite = (self.optional_integer(name) or 0 for name in ("skipped", "infinite"))
+        return Estimate(value, low, high, skipped, infinite)
+
+    @property
+    def setting(self) -> str:
+        """The candidates and the seed of a pair, which tell pairs of the same guides apart."""
+        names = {"top_k": "k", "top_p": "p", "kl_budget": "kl", "seed": "seed"}
+        known = {short: self.values.get(name) for name, short in names.items()}
+        return printable("".join(f", {short}={value}" for short, value in known.items() if value is not None))
 
 
-def _read_result(place: str, row: dict[str, Any], run: str, costs: dict[str, dict[str, float]]) -> Result:
-    known: dict[str, Any] = {"run": run, "cost": costs.get(_text(place, row, "cell"), {})}
-    known |= {"unguided": _name(place, row, "guide") == UNGUIDED}
-    known |= {name: _read_estimates(place, name, row.get(name, {})) for name in ("metrics", "changes")}
-    return Result(**known, **_read_fields(place, row, Result, known))
-
-
-def _read_fields(place: str, row: dict[str, Any], kind: type, known: Collection[str]) -> dict[str, Any]:
-    """Read the fields of a dataclass by their types, but those that are known."""
-    return {
-        field.name: READERS[field.type](place, row, field.name) for field in fields(kind) if field.name not in known
-    }
-
-
-def _read_estimates(place: str, name: str, values: Any) -> dict[str, Estimate]:
-    if not isinstance(values, dict):
-        raise _wrong(place, name, values, "an object")
-    return {_metric(place, key): _read_estimate(place, key, value) for key, value in values.items()}
-
-
-def _read_estimate(place: str, key: str, value: Any) -> Estimate:
-    if value is None:
-        return Estimate(NAN, NAN, NAN)
-    if not isinstance(value, dict):
-        raise _wrong(place, key, value, "an object with value, low and high")
-    skipped, infinite = (_integer(place, {name: value.get(name) or 0}, name) for name in ("skipped", "infinite"))
-    return Estimate(*_read_ends(place, value), skipped, infinite)
-
-
-def _read_ends(place: str, row: dict[str, Any]) -> tuple[float, float, float]:
-    """Read a value with the ends of its interval."""
-    value, low, high = (_number(place, row, name) for name in ("value", "low", "high"))
-    return value, low, high
-
-
-def _describe_setting(row: dict[str, Any]) -> str:
-    """Name the candidates and the seed of a pair, which tell pairs of the same guides apart."""
-    names = {"top_k": "k", "top_p": "p", "kl_budget": "kl", "seed": "seed"}
-    return "".join(f", {short}={row[name]}" for name, short in names.items() if row.get(name) is not None)
-
-
-def _read_comparison(place: str, row: dict[str, Any], run: str, setting: str) -> Comparison:
-    axis = _name(place, row, "axis") if "axis" in row else "perplexity"  # older runs know no other
-    if axis not in AXES:
-        raise _wrong(place, "axis", axis, f"one of {', '.join(AXES)}")
-    name = "range" if "range" in row else "perplexity"  # as older runs call it
-    limits = row.get(name) or [None, None]
-    if not isinstance(limits, list) or len(limits) != 2:
-        raise _wrong(place, name, limits, "the two ends of the common range")
-    low, high = (_number(place, {name: limit}, name) for limit in limits)
-    return Comparison(
-        run=run,
-        ours=_name(place, row, "first"),
-        other=_name(place, row, "second"),
-        metric=_metric(place, _name(place, row, "metric")),
-        group=_name(place, row, "group"),
-        difference=Estimate(*_read_ends(place, row)),
-        range=(low, high),
-        prompts=_optional_integer(place, row, "prompts"),
-        reason="" if row.get("reason") is None else _name(place, row, "reason").removesuffix("."),
-        axis=axis,
-        setting=printable(setting),
-    )
-
-
-def _metric(place: str, key: str) -> str:
-    name, _ = metric_and_judge(key)
-    if name not in METRICS:
-        raise DataError(f"{place}: there is no metric {name!r}.", f"choose from {', '.join(METRICS)}.")
-    return " ".join(printable(key).split())
-
-
-def _text(place: str, row: dict[str, Any], name: str) -> str:
-    if not isinstance(row.get(name), str):
-        raise _wrong(place, name, row.get(name), "a text")
-    return printable(row[name])
-
-
-def _texts(place: str, row: dict[str, Any], name: str) -> list[str]:
-    texts = row.get(name)
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _wrong(place, name, texts, "a list of texts")
-    return texts
-
-
-def _name(place: str, row: dict[str, Any], name: str) -> str:
-    return " ".join(_text(place, row, name).split())
-
-
-def _optional(place: str, row: dict[str, Any], name: str) -> float | None:
-    number = row.get(name)
-    if number is not None and not isinstance(number, int | float):
-        raise _wrong(place, name, number, "a number or null")
-    return None if number is None or number != number else number
-
-
-def _number(place: str, row: dict[str, Any], name: str) -> float:
-    number = _optional(place, row, name)
-    return NAN if number is None else float(number)
-
-
-def _optional_integer(place: str, row: dict[str, Any], name: str) -> int | None:
-    return None if row.get(name) is None else _integer(place, row, name)
-
-
-def _integer(place: str, row: dict[str, Any], name: str) -> int:
-    number = _optional(place, row, name)
-    if number is None or not isfinite(number) or number != int(number):
-        raise _wrong(place, name, row.get(name), "a whole number")
-    return int(number)
-
-
-READERS: dict[Any, Callable[[str, dict[str, Any], str], Any]] = {  # by the type of a field
-    str: _name,
-    int: _integer,
-    int | None: _optional_integer,
-    float | None: _optional,
+READERS: dict[Any, Callable[[Row, str], Any]] = {  # by the type of a field
+    str: Row.name,
+    int: Row.integer,
+    int | None: Row.optional_integer,
+    float | None: Row.number,
+    dict[str, Estimate]: Row.estimates,
 }
 
 
-def _wrong(place: str, name: str, value: Any, wanted: str) -> DataError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
-    return DataError(f"{place}: {name} must be {wanted}, got {shown}.", "correct the line, or run radq eval again.")
+def _rows(file: Path, notes: list[str]) -> Iterator[Row]:
+    """Read each line; a missing file has no lines, and adds a note."""
+    if not file.is_file():
+        notes.append(f"{str(file.parent)!r} has no {file.name}.")
+        return
+    for number, values in read_numbered_lines(file, notes):
+        row = Row(f"{file}, line {number}", values)
+        if not isinstance(values, dict):
+            raise row.wrong("the line", values, "an object")
+        yield row
+
+
+def _read_result(row: Row, run: str, costs: dict[str, dict[str, float]]) -> Result:
+    cost = costs.get(row.text("cell"), {})
+    known: dict[str, Any] = {"run": run, "unguided": row.name("guide") == UNGUIDED, "cost": cost}
+    others = (field for field in fields(Result) if field.name not in known)
+    return Result(**known, **{field.name: READERS[field.type](row, field.name) for field in others})
+
+
+def _read_comparison(row: Row, run: str, setting: str) -> Comparison:
+    axis = row.name("axis") if "axis" in row.values else "perplexity"  # older runs know no other
+    if axis not in AXES:
+        raise row.wrong("axis", axis, f"one of {', '.join(AXES)}")
+    name = "range" if "range" in row.values else "perplexity"  # as older runs call it
+    limits = row.values.get(name) or [None, None]
+    if not isinstance(limits, list) or len(limits) != 2:
+        raise row.wrong(name, limits, "the two ends of the common range")
+    ends = (Row(row.place, {name: limit}).number(name) for limit in limits)
+    low, high = (NAN if end is None else float(end) for end in ends)
+    return Comparison(
+        run=run,
+        ours=row.name("first"),
+        other=row.name("second"),
+        metric=row.metric(row.name("metric")),
+        group=row.name("group"),
+        difference=row.estimate(),
+        range=(low, high),
+        prompts=row.optional_integer("prompts"),
+        reason="" if row.values.get("reason") is None else row.name("reason").removesuffix("."),
+        axis=axis,
+        setting=setting,
+    )

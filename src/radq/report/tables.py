@@ -85,11 +85,13 @@ def result_table(results: Sequence[Result], title: str = "") -> Table:
         numbers = [getattr(result, name) for name in settings]
         row = [Entry(result.guide), *(Entry("–" if number is None else exact(number)) for number in numbers)]
         row += [Entry(str(result.seed)), *(write_estimate(result.metrics.get(key)) for key in keys)]
-        rows.append([*row, *(_write_cost(name, result.cost.get(name, NAN)) for name in costs)])
+        scales = [2**30 if name == "peak_memory" else 1 for name in costs]
+        used = [result.cost.get(name, NAN) / scale for name, scale in zip(costs, scales, strict=True)]
+        rows.append([*row, *(Entry(number(cost)) for cost in used)])
     return Table(title, header, rows)
 
 
-def left_out_table(results: Sequence[Result], title: str = "") -> Table:
+def left_out_table(results: Sequence[Result]) -> Table:
     """Count the samples that are left out of a metric, over all cells of a guide; guides without any have no row."""
     counts: dict[tuple[str, str, str], np.ndarray] = {}
     for result in results:
@@ -98,7 +100,7 @@ def left_out_table(results: Sequence[Result], title: str = "") -> Table:
             count += (estimate.skipped, estimate.infinite, isnan(estimate.value))
     rows = [[*map(Entry, names), *(Entry(str(n)) for n in count)] for names, count in counts.items() if count.any()]
     header = ["guide", "prompts", "metric", "blank samples", "infinite samples", "cells without a value"]
-    return Table(title, header, rows, words=3)
+    return Table("", header, rows, words=3)
 
 
 def number(value: float, sign: str = "") -> str:
@@ -120,10 +122,6 @@ def interval(estimate: Estimate, sign: str = "") -> str:
 def write_estimate(estimate: Estimate | None, sign: str = "") -> Entry:
     """Write a value with its interval; an unknown one becomes a dash."""
     return Entry("–") if estimate is None else Entry(number(estimate.value, sign), interval(estimate, sign))
-
-
-def _write_cost(name: str, value: float) -> Entry:
-    return Entry(number(value / 2**30 if name == "peak_memory" else value))
 
 
 # --- formats ---

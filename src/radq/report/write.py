@@ -34,31 +34,18 @@ from radq.report.curves import (
     MAX_PERPLEXITY_RATIO,
     Change,
     change_table,
-    choose_step,
     describe_changes,
     describe_run,
     find_changes,
     find_curves,
-    find_unguided,
     name_group,
-    order_groups,
+    split_groups,
     warn_of_few_prompts,
 )
 from radq.report.plots import Plot, PublishedCurve, choose_colour, plot_comparisons, plot_tradeoff
-from radq.report.results import (
-    NAN,
-    Comparison,
-    PromptSamples,
-    Result,
-    Run,
-    Sample,
-    read_runs,
-    read_samples,
-    unique,
-)
+from radq.report.results import NAN, Comparison, PromptSamples, Result, Run, Sample, read_runs, read_samples, unique
 from radq.report.tables import left_out_table, metric_keys, number, result_table, to_csv, to_latex, to_markdown
 
-PERCENT = ("positive_rate",)  # printed as percentages in the paper
 BASES = ("GPT-2-Large", "LLaMA-2-7b", "LLaMA-2-13b")
 TOXICITY_JUDGES = ("Perspective", "ToxicityModel")
 HEADLINES = 6  # sentences about guides, and about comparisons of them, at the top of the page; the tables have all
@@ -94,10 +81,7 @@ def write_report(
     target = out or folders[0]
     samples = read_samples(runs)
     results = [result for run in runs for result in run.results]
-    groups = {
-        group: [result for result in results if result.group == group]
-        for group in order_groups(unique(result.group for result in results))
-    }
+    groups = split_groups(results)
     from_paper: list[PublishedCurve] = []
     tradeoffs = _plot_tradeoffs(groups, runs if published else [], from_paper, progress)
     comparisons = [comparison for run in runs for comparison in compare_with_others(run)]
@@ -243,18 +227,16 @@ def _show_texts(
     prompt: PromptSamples, results: Sequence[Result], guides: Sequence[str]
 ) -> tuple[list[TextCard], list[TextCard]]:
     """Collect the texts of all guides at the β that the changes are about, and those at all other β, by first seeds."""
-    here = [result for result in results if result.group == prompt.group]
+    here = split_groups(results).get(prompt.group)
     here = here or list({(result.run, result.cell): result for result in results}.values())
     shown, rest = [], []
     for curve in find_curves(here):
-        unguided = find_unguided(here, curve)
-        chosen = curve.steps[-1] if unguided is None else choose_step(curve, unguided)
         for step in curve.steps:
             title = f"{curve.label}, {step.title}" if step.title else curve.label
             colour = "" if curve.unguided else choose_colour(curve.guide, guides)
             samples = prompt.continuations.get((step.results[0].run, step.results[0].cell), [])
             if samples:
-                (shown if step is chosen else rest).append(TextCard(title, colour, samples))
+                (shown if step is curve.shown else rest).append(TextCard(title, colour, samples))
     return shown, rest
 
 
@@ -289,22 +271,21 @@ def find_published(
         rows = [row for row in rows if row["prompts"] in group.lower()]
     else:
         rows = [row for row in rows if row["judge"] == judge]
-    if any(_top_k(row) in top_ks for row in rows):
-        rows = [row for row in rows if _top_k(row) in top_ks]
+    rows = [row for row in rows if row["top_k"] in top_ks] or rows
     fluencies = {_setting(row): float(row["value"]) for row in _published_rows() if row["metric"] == fluency}
-    scale = 0.01 if metric in PERCENT else 1.0
+    scale = 0.01 if metric == "positive_rate" else 1.0  # printed as percentages in the paper
     curves: dict[tuple[str, int | None, str], list[tuple[float, float, float]]] = {}
     for row in rows:
         point = (float(row["beta"]), fluencies.get(_setting(row), NAN), scale * float(row["value"]))
         if all(map(isfinite, point)):
-            curves.setdefault((row["method"], _top_k(row), row["judge"]), []).append(point)
+            curves.setdefault((row["method"], row["top_k"], row["judge"]), []).append(point)
     return [PublishedCurve(m, k, base, j, tuple(sorted(points))) for (m, k, j), points in curves.items()]
 
 
-def find_named(names: Collection[str], text: str) -> str:
+def find_named(names: Sequence[str], text: str) -> str:
     """Find the first of the paper's names that a text mentions, else return the first name."""
     plain = text.lower().replace("-hf", "")
-    return next((name for name in names if name.lower() in plain), next(iter(names)))
+    return next((name for name in names if name.lower() in plain), names[0])
 
 
 def published_calls() -> str:
@@ -313,16 +294,13 @@ def published_calls() -> str:
     return ", ".join(f"{row['method']} {'k' if row['value'] == 'nan' else row['value']}" for row in rows)
 
 
-def _top_k(row: dict[str, str]) -> int | None:
-    return int(row["top_k"]) if row["top_k"] else None
-
-
-def _setting(row: dict[str, str]) -> tuple[str, ...]:
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
     """The columns that identify a run of the paper. Judges and classes of prompts share its perplexity and MAUVE."""
     return tuple(row[name] for name in ("task", "base", "method", "top_k", "beta"))
 
 
 @cache
-def _published_rows() -> tuple[dict[str, str], ...]:
+def _published_rows() -> list[dict[str, Any]]:
     text = (files("radq.report") / "published.csv").read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines()))
+    rows = csv.DictReader(text.splitlines())
+    return [row | {"top_k": int(row["top_k"]) if row["top_k"] else None} for row in rows]

@@ -19,18 +19,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
-
-import yaml
 
 from radq.data.prompts import Prompt, read_prompts
 from radq.decoding.config import DEFAULT_KL_BUDGET, Ends
 from radq.errors import OptionError
 from radq.evaluation.estimates import MAX_RESAMPLES
-from radq.evaluation.metrics import METRICS, check_metric
+from radq.evaluation.metrics import ATTRIBUTE_METRICS, METRICS, check_metric
 from radq.guides.spec import GuideSpec
 from radq.settings import COUNT, Range, check_values, exact, read_yaml
 from radq.sources.model_source import check_language_model, check_reward_model
@@ -121,28 +119,25 @@ class Sweep:
         check_values(self)
         _check(self)
 
-    @property
-    def prompts_per_chunk(self) -> int:
-        """The prompts that are continued and written together: four batches, sorted by length for little padding."""
-        return max(1, 4 * self.batch_size // self.samples)
-
     def check_models(self) -> None:
         """Refuse models and guides that are not there, and numbers that a guide does not have; nothing is loaded."""
         check_language_model(self.base)
         for guide in self.guides.values():
-            if guide.ask:
-                continue
             if guide.best_of:
                 check_reward_model(guide.folder, guide.weights)
-            else:
+            elif not guide.ask:
                 guide.at(1.0).check()
 
     def cells(self) -> list["SweepCell"]:
         """List all cells, guide by guide, so that each guide is loaded once; the unguided base model comes first."""
         settings = list(product(self.top_k, self.top_p, self.kl_budget, self.seeds))
-        unguided = dict.fromkeys(SweepCell(UNGUIDED, None, k, p, None, seed) for k, p, _, seed in settings)
-        guided = [cell for name, guide in self.guides.items() for cell in _guided_cells(name, guide, settings)]
-        return [*unguided, *guided]
+        cells = [SweepCell(UNGUIDED, None, k, p, None, seed) for k, p, _, seed in settings]
+        for name, guide in self.guides.items():
+            for k, p, kl, seed in settings:
+                cells += [SweepCell(name, beta, k, p, kl, seed) for beta in guide.beta]
+                cells += [SweepCell(name, None, k, p, None, seed, best_of=n) for n in guide.best_of]
+                cells += [SweepCell(name, None, k, p, None, seed, ask=n) for n, _ in enumerate(guide.ask or (), 1)]
+        return list(dict.fromkeys(cells))  # only a guide that steers has a KL budget: others have a cell once
 
     def mauve_reference(self, cell: "SweepCell") -> "SweepCell | None":
         """The unguided cell that MAUVE compares a cell with.
@@ -188,27 +183,12 @@ class SweepCell:
         return SweepCell(UNGUIDED, None, self.top_k, self.top_p, None, self.seed)
 
 
-def _guided_cells(name: str, guide: GuideSweep, settings: Sequence[tuple[Any, ...]]) -> list[SweepCell]:
-    """The cells of a guide at all settings (k, p, KL budget, seed); only a guide that steers has a KL budget."""
-    if guide.beta:
-        return [SweepCell(name, beta, k, p, kl, seed) for (k, p, kl, seed), beta in product(settings, guide.beta)]
-    requests = range(1, len(guide.ask or ()) + 1)
-    kinds = [{"ask": number} for number in requests] or [{"best_of": n} for n in guide.best_of]
-    cells = [SweepCell(name, None, k, p, None, seed, **kind) for (k, p, _, seed), kind in product(settings, kinds)]
-    return list(dict.fromkeys(cells))
-
-
 # --- files ---
 
 
 def load_sweep(file: str | Path) -> Sweep:
     """Read a sweep from a YAML file. A single item stands for a list of one, and a text such as 1e-4 for its number."""
     return read_yaml(file, Sweep)
-
-
-def dump_sweep(sweep: Sweep) -> str:
-    """Write a sweep as YAML."""
-    return yaml.safe_dump(asdict(sweep), sort_keys=False, allow_unicode=True)
 
 
 def fingerprint_prompts(prompts: list[Prompt]) -> str:
@@ -237,15 +217,14 @@ def _check(sweep: Sweep) -> None:
             _require_different(name, getattr(sweep, name))
     for name, guide in sweep.guides.items():
         _check_guide(name, guide)
-        if guide.ask and sweep.engine != "transformers":
-            raise OptionError(
-                f"guide {name!r} asks the base model, which the engine {sweep.engine!r} cannot do.",
-                "use the engine transformers.",
-            )
+        other = "asks the base model" if guide.ask else "is the best of n or unclamped"
+        if sweep.engine != "transformers" and (guide.ask or guide.best_of or not guide.clamp):
+            problem = f"guide {name!r} {other}, which the engine {sweep.engine!r} cannot do."
+            raise OptionError(problem, "use the engine transformers.")
     for judge, use in sweep.judges.items():
         for metric in use.metrics:
             check_metric(metric)
-            if not METRICS[metric].needs_judge:
+            if metric not in ATTRIBUTE_METRICS:
                 raise OptionError(f"{metric!r} under the judge {judge!r} needs no judge.", "move it to 'metrics'.")
             if (metric == "win_rate") != (use.reads == "pair"):
                 raise OptionError(
@@ -254,12 +233,12 @@ def _check(sweep: Sweep) -> None:
                 )
     for metric in sweep.metrics:
         check_metric(metric)
-        if METRICS[metric].needs_judge:
+        if metric in ATTRIBUTE_METRICS:
             raise OptionError(f"{metric!r} under 'metrics' needs a judge.", "move it to the metrics of a judge.")
-        for needs, option in (("needs_language_model", "perplexity"), ("needs_encoder", "mauve")):
-            if getattr(METRICS[metric], needs) and getattr(sweep, option) is None:
+        for needed, option in (("nll", "perplexity"), ("features", "mauve")):
+            if needed in METRICS[metric].needs and getattr(sweep, option) is None:
                 raise OptionError(f"{metric} has no model to measure it.", f"name one under {option!r}.")
-        if METRICS[metric].needs_decoding and sweep.perplexity != WHILE_DECODING:
+        if "drawn_nll" in METRICS[metric].needs and sweep.perplexity != WHILE_DECODING:
             raise OptionError(
                 f"{metric} is measured while decoding, and perplexity is measured by {sweep.perplexity!r}.",
                 f"set 'perplexity: {WHILE_DECODING}'.",
@@ -279,14 +258,11 @@ def _check_guide(name: str, guide: GuideSweep) -> None:
         )
     if guide.ask is not None:
         if not guide.ask or not all(request.strip() for request in guide.ask):
-            raise OptionError(
-                f"guide {name!r} has a blank request.", "write what the base model is asked for under 'ask'."
-            )
-        given = [option for option in ("folder", "weights", "beta", "options", "best_of") if getattr(guide, option)]
-        if given:
-            raise OptionError(
-                f"guide {name!r} asks the base model, which takes no {given[0]}.", f"remove {given[0]!r}."
-            )
+            hint = "write what the base model is asked for under 'ask'."
+            raise OptionError(f"guide {name!r} has a blank request.", hint)
+        for given in ("folder", "weights", "beta", "options", "best_of"):
+            if getattr(guide, given):
+                raise OptionError(f"guide {name!r} asks the base model, which takes no {given}.", f"remove {given!r}.")
         return
     for option in ("folder", "weights"):
         if not getattr(guide, option):

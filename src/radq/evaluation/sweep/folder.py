@@ -21,7 +21,7 @@ import yaml
 
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
-from radq.evaluation.sweep.config import Sweep, dump_sweep, find_changes, fingerprint_prompts
+from radq.evaluation.sweep.config import Sweep, find_changes, fingerprint_prompts
 from radq.files import atomic_file, read_lines, require_own_folder
 from radq.sources.model_source import ModelSource
 
@@ -51,7 +51,8 @@ def open_sweep(folder: Path, sweep: Sweep, prompts: list[Prompt], overwrite: boo
             _require_same_sweep(folder, asked)
         else:
             with atomic_file(folder / "config.yaml") as temporary:
-                temporary.write_text(f"# prompts: {asked['prompts']}\n{dump_sweep(sweep)}", encoding="utf-8")
+                settings = yaml.safe_dump(asked["sweep"], sort_keys=False, allow_unicode=True)
+                temporary.write_text(f"# prompts: {asked['prompts']}\n{settings}", encoding="utf-8")
         yield
 
 
@@ -89,21 +90,12 @@ def require_same_writers(folder: Path, sweep: Sweep) -> None:
     for name, guide in sweep.guides.items():
         if guide.folder:
             writers[f"the guide {name!r}"] = guide.at(1.0).fingerprint
-    file = folder / "generations.jsonl"
-    _require_same_models(folder, writers, has_begun=file.exists() and file.stat().st_size > 0)
+    require_same_models(folder, writers, "generations.jsonl")
 
 
-def require_same_instruments(folder: Path, instruments: dict[str, str]) -> None:
-    """Refuse to go on with the measures of a folder if the fingerprint of an instrument has changed."""
-    _require_same_models(folder, instruments, has_begun=any((folder / "measures").glob("*.npz")))
-
-
-def _require_same_models(folder: Path, fingerprints: dict[str, str], has_begun: bool) -> None:
-    """Compare fingerprints of models with those of the folder, which gets those that it does not hold.
-
-    `has_begun` says whether the folder holds any work of these models.
-    """
-    file = folder / FINGERPRINTS
+def require_same_models(folder: Path, fingerprints: dict[str, str], work: str = "measures/*.npz") -> None:
+    """Refuse to go on with the `work` of models that have changed; the folder gets fingerprints that it lacks."""
+    file, has_begun = folder / FINGERPRINTS, any(done.stat().st_size for done in folder.glob(work))
     known: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if has_begun and not fingerprints.keys() <= known.keys():
         warnings.warn(
@@ -163,14 +155,13 @@ def read_costs(folder: Path) -> dict[str, dict[str, float]]:
         for name in SUMMED:
             cell[name] += math.nan if row[name] is None else row[name]  # a sum with an unknown part is unknown
         cell["peak_memory"] = max(cell["peak_memory"], row["peak_memory"])
-    return {name: _find_rates(cell) for name, cell in sums.items()}
-
-
-def _find_rates(cell: dict[str, float]) -> dict[str, float]:
-    rates = {
-        "tokens_per_second": cell["tokens"] / cell["seconds"],
-        "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else math.nan,
-        "expert_tokens_per_token": cell["expert_tokens"] / cell["tokens"],
-        "peak_memory": cell["peak_memory"],
-    }
-    return {name: rate for name, rate in rates.items() if not math.isnan(rate)}
+    costs = {}
+    for name, cell in sums.items():
+        rates = {
+            "tokens_per_second": cell["tokens"] / cell["seconds"],
+            "calls_per_token": cell["calls"] / cell["steps"] if cell["steps"] else math.nan,
+            "expert_tokens_per_token": cell["expert_tokens"] / cell["tokens"],
+            "peak_memory": cell["peak_memory"],
+        }
+        costs[name] = {rate: number for rate, number in rates.items() if not math.isnan(number)}
+    return costs

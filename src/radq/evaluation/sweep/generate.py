@@ -110,7 +110,9 @@ class TransformersEngine(SweepEngine):
         if cell.ask is not None:
             asked = add_request(self.tokenizer, (guide.ask or [])[cell.ask - 1], prompts)
             texts = generate(self.lm, self.tokenizer, asked, **options)
-            return self._measure_without_request(prompts, texts), NO_EXPERT
+            if self.sweep.perplexity == WHILE_DECODING:
+                texts = self._measure_without_request(prompts, texts)
+            return texts, NO_EXPERT
         if cell.best_of is not None:
             texts = best_of_n(self.lm, self.tokenizer, prompts, loaded, guide.weights, cell.best_of, **options)
             return texts, NOT_COUNTED
@@ -122,8 +124,6 @@ class TransformersEngine(SweepEngine):
 
     def _measure_without_request(self, prompts: Sequence[str], texts: list[Generation]) -> list[Generation]:
         """Replace the likelihoods by those that the base model gives the texts after their prompts alone."""
-        if self.sweep.perplexity != WHILE_DECODING:
-            return texts
         before = [prompt for prompt in prompts for _ in range(self.sweep.samples)]
         after = [generation.text for generation in texts]
         likelihoods = measure_likelihoods(self.lm, self.tokenizer, before, after, self.sweep.batch_size)
@@ -138,12 +138,6 @@ class VllmSweepEngine(SweepEngine):
 
     def __init__(self, sweep: Sweep, device: str):
         super().__init__(sweep, device)
-        for name, guide in sweep.guides.items():
-            if guide.best_of or not guide.clamp:
-                raise OptionError(
-                    f"guide {name!r} is the best of n or unclamped, which the engine vllm cannot do.",
-                    "use the engine transformers.",
-                )
         require_package("vllm", "vllm")
         from radq.hosts.vllm import VllmEngine
 
@@ -160,11 +154,7 @@ class VllmSweepEngine(SweepEngine):
 
 
 def load_engine(sweep: Sweep, device: str) -> SweepEngine:
-    """Load the engine that the sweep names."""
-    return ENGINES[sweep.engine](sweep, device)
-
-
-ENGINES: dict[str, type[SweepEngine]] = {"transformers": TransformersEngine, "vllm": VllmSweepEngine}
+    return (VllmSweepEngine if sweep.engine == "vllm" else TransformersEngine)(sweep, device)
 
 
 # --- requests ---
@@ -174,21 +164,19 @@ def add_request(tokenizer: PreTrainedTokenizerBase, request: str, prompts: Seque
     """Put a request before each prompt: token ids of chats, or texts where the tokenizer has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         return [f"{request}\n\n{prompt}" for prompt in prompts]
-    return [_encode_chat(tokenizer, request, prompt) for prompt in prompts]
-
-
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, request: str, prompt: str) -> list[int]:
-    chat = [{"role": "user", "content": f"{request}\n\n{prompt}".rstrip()}]
-    begun = bool(prompt.strip())
-    if begun:
-        chat.append({"role": "assistant", "content": prompt})
-    try:
-        text: Any = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
-        )
-    except Exception as error:  # templates raise errors of their own about roles and their order
-        raise OptionError(f"the chat template refuses a request: {error}.", "use another base model.") from error
-    return tokenizer(text, add_special_tokens=False).input_ids
+    encoded: list[EncodedPrompt] = []
+    for prompt in prompts:
+        begun = bool(prompt.strip())
+        chat = [{"role": "user", "content": f"{request}\n\n{prompt}".rstrip()}]
+        chat += [{"role": "assistant", "content": prompt}] * begun
+        try:
+            text: Any = tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+            )
+        except Exception as error:  # templates raise errors of their own about roles and their order
+            raise OptionError(f"the chat template refuses a request: {error}.", "use another base model.") from error
+        encoded.append(tokenizer(text, add_special_tokens=False).input_ids)
+    return encoded
 
 
 # --- chunks ---
@@ -202,14 +190,10 @@ class Chunk:
     first: int
     prompts: list[Prompt]
 
-    @property
-    def keys(self) -> list[tuple[str, int]]:
-        return [(self.cell.name, self.first + number) for number in range(len(self.prompts))]
-
 
 def generate_all(folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, progress: bool = False) -> None:
     """Generate and write all texts that generations.jsonl does not hold yet."""
-    size = sweep.prompts_per_chunk
+    size = max(1, 4 * sweep.batch_size // sweep.samples)  # four batches, sorted by length for little padding
     chunks = [
         Chunk(cell, first, prompts[first : first + size])
         for cell in sweep.cells()
@@ -226,8 +210,8 @@ def _keep_complete_chunks(stream: BinaryIO, chunks: list[Chunk]) -> int:
     stream.seek(0)
     done = end = 0
     for chunk in chunks:
-        lines = [stream.readline() for _ in chunk.prompts]
-        if [_read_key(line) for line in lines] != chunk.keys:
+        keys = [(chunk.cell.name, number) for number, _ in enumerate(chunk.prompts, chunk.first)]
+        if [_read_key(stream.readline()) for _ in chunk.prompts] != keys:
             break
         done, end = done + 1, stream.tell()
     stream.truncate(end)
@@ -282,8 +266,8 @@ def _make_lines(chunk: Chunk, generations: Sequence[Continuation], sweep: Sweep)
         line: dict[str, Any] = {"cell": chunk.cell.name, "prompt": chunk.first + number, "group": prompt.group}
         line |= {"text": prompt.text, "continuations": [sample.text for sample in samples]}
         if sweep.perplexity == WHILE_DECODING:  # a blank text has no tokens, as in `measure_likelihoods`
-            line["nll"] = [round(sample.nll, 4) if sample.text.strip() else 0.0 for sample in samples]
-            line["drawn_nll"] = [round(sample.drawn_nll, 4) if sample.text.strip() else 0.0 for sample in samples]
+            for name in ("nll", "drawn_nll"):
+                line[name] = [round(getattr(sample, name), 4) if sample.text.strip() else 0.0 for sample in samples]
             line["tokens"] = [sample.num_text_tokens if sample.text.strip() else 0 for sample in samples]
         line |= {name: values.tolist() for name, values in measure_ends(samples).items()}
         lines.append(line)

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from radq.data.prompts import Prompt
 from radq.errors import DataError, OptionError
 from radq.evaluation.comparison import AXES, compare_at_equal
-from radq.evaluation.estimates import Bootstrap, Estimate, estimate_change
+from radq.evaluation.estimates import Bootstrap, estimate_change
 from radq.evaluation.metrics import METRICS, ScoredTexts, measure, metric_and_judge
 from radq.evaluation.perplexity import measure_likelihoods
 from radq.evaluation.sweep.config import UNGUIDED, WHILE_DECODING, JudgeUse, Sweep, SweepCell, list_judged
@@ -33,10 +33,11 @@ from radq.judges.readers import Encoder, load_encoder
 from radq.models.loading import load, load_config
 from radq.sources.model_source import ModelSource
 
+Estimates = dict[str, dict[str, float | None]]  # the fields of `Estimate` by metric; None for an unknown number
+Samples = list[list[str]]  # the continuations of each prompt
 LIKELIHOODS = ("nll", "tokens", "drawn_nll")
 ENDS = ("ended", "length")  # of every text; no model is needed to measure them
 SETTING = ("top_k", "top_p", "kl_budget", "seed")  # that guides share which are compared
-Reads = Literal["continuation", "text", "pair"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class MeasuredCell:
     """The continuations of a cell, and the numbers that are known about each of them."""
 
     cell: SweepCell
-    texts: list[list[str]]
-    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll, ended, length: (p, n)
+    texts: Samples
+    arrays: dict[str, np.ndarray]  # scores[judge], nll, tokens, drawn_nll, ended, length: (p, n); features: (p, n, d)
 
     def scored_by(self, judge: str | None) -> ScoredTexts:
         """The texts with the scores of a judge, or without any."""
@@ -58,55 +59,48 @@ class MeasuredCell:
         return [name for name in ENDS if name in self.arrays]
 
     def estimate(
-        self,
-        keys: Sequence[str],
-        chosen: Sequence[int],
-        bootstrap: Bootstrap,
-        features: np.ndarray | None = None,
-        reference: np.ndarray | None = None,
-    ) -> dict[str, dict[str, float | None]]:
-        """Compute metrics of the chosen prompts, each by its name, or as metric[judge] of a judge's scores."""
-        estimates = {}
+        self, keys: Sequence[str], chosen: Sequence[int], bootstrap: Bootstrap, unguided: "MeasuredCell | None" = None
+    ) -> tuple[Estimates, Estimates]:
+        """Compute metrics of the chosen prompts, each by its name, or as metric[judge] of a judge's scores.
+
+        The second result are their changes from the unguided cell. MAUVE has none: it is a comparison already.
+        """
+        metrics, changes = {}, {}
         for key in keys:
-            metric, judge = metric_and_judge(key)
-            texts = self.scored_by(judge)
-            if METRICS[metric].needs_encoder:
-                texts = replace(texts, features=features, reference=reference)
-            estimates[key] = measure([metric], texts.take(chosen), bootstrap)[metric]
-        return _describe_estimates(estimates)
-
-    def estimate_changes(
-        self, unguided: "MeasuredCell", keys: Sequence[str], chosen: Sequence[int], bootstrap: Bootstrap
-    ) -> dict[str, dict[str, float | None]]:
-        """Compute the change of each metric from the unguided cell. MAUVE has none: it is a comparison already."""
-        changes = {}
-        for key in keys:
-            metric, judge = metric_and_judge(key)
-            sums = METRICS[metric].sums
-            if sums is not None:
-                after, before = (sums(cell.scored_by(judge).take(chosen)) for cell in (self, unguided))
-                changes[key] = estimate_change(after, before, bootstrap)
-        return _describe_estimates(changes)
+            name, judge = metric_and_judge(key)
+            metric, texts = METRICS[name], self.scored_by(judge)
+            if "features" in metric.needs:
+                texts = replace(texts, **{needed: self.arrays.get(needed) for needed in metric.needs})
+            metrics[key] = _for_json(vars(measure([name], texts.take(chosen), bootstrap)[name]))
+            if unguided is not None and metric.compute is not None:
+                after, before = (metric.sums(one.take(chosen)) for one in (texts, unguided.scored_by(judge)))
+                changes[key] = _for_json(vars(estimate_change(after, before, bootstrap)))
+        return metrics, changes
 
 
-def _describe_estimates(estimates: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
-    return {key: {name: _for_json(n) for name, n in vars(estimate).items()} for key, estimate in estimates.items()}
-
-
-def _for_json(value: float) -> float | None:
+def _for_json(numbers: Mapping[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinity, which JSON does not have, by None."""
-    return value if math.isfinite(value) else None
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
 
 def measure_all(
     folder: Path, sweep: Sweep, prompts: list[Prompt], device: str, cache: Path | None = None, progress: bool = False
-) -> None:
-    """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete."""
+) -> list[MeasuredCell]:
+    """Write measures/, metrics.jsonl and differences.jsonl for all cells whose texts are complete; return these."""
     cells = _read_complete_cells(folder, sweep, prompts)
-    _write_measures(folder, sweep, prompts, cells, device, cache, progress)
+    todo = [each for each in cells if not array_file(folder, each.cell.name).exists()]
+    if todo:
+        lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
+        instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
+        texts = {each.cell: each.texts for each in cells}
+        for each in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
+            unguided = None if each.cell.guide == UNGUIDED else texts[each.cell.reference]
+            arrays = instruments.measure([prompt.text for prompt in prompts], each.texts, unguided=unguided)
+            write_arrays(folder, each.cell.name, arrays | each.arrays)
     measured = _add_measures(folder, cells)
     _write_metrics(folder, sweep, prompts, measured, device, progress)
     _write_lines(folder / "differences.jsonl", compare_guides(sweep, prompts, measured))
+    return measured
 
 
 def read_measured_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> list[MeasuredCell]:
@@ -119,10 +113,7 @@ def _add_measures(folder: Path, cells: list[MeasuredCell]) -> list[MeasuredCell]
 
 
 def check_instruments(sweep: Sweep, device: str) -> dict[str, str]:
-    """Load judges and encoder, and find the model of perplexity, so that mistakes show before the generation.
-
-    The result are their fingerprints.
-    """
+    """Load judges and encoder, and find the model of perplexity, so that mistakes show early; return fingerprints."""
     instruments = {f"the judge {name!r}": _load_judge(use, device).name for name, use in sweep.judges.items()}
     if sweep.perplexity not in (None, WHILE_DECODING):
         source = ModelSource.find(sweep.perplexity)
@@ -139,18 +130,18 @@ def _read_complete_cells(folder: Path, sweep: Sweep, prompts: list[Prompt]) -> l
     rows: dict[str, list[dict[str, Any]]] = {cell.name: [{} for _ in prompts] for cell in sweep.cells()}
     for row in read_lines(file) if file.exists() else ():
         rows[row["cell"]][row["prompt"]] = row
-    complete = [cell for cell in sweep.cells() if all(rows[cell.name])]
+    complete = []
+    for cell in sweep.cells():
+        own = rows[cell.name]
+        if all(own):
+            noted = [name for name in (*LIKELIHOODS, *ENDS) if all(name in row for row in own)]  # older runs lack some
+            arrays = {name: np.array([row[name] for row in own]) for name in noted}
+            complete.append(MeasuredCell(cell, [row["continuations"] for row in own], arrays))
     if not complete:
         raise DataError(
             f"{str(file)!r} holds no complete cell yet.", "generate first: use the same command without --only-measure."
         )
-    return [_read_cell(cell, rows[cell.name]) for cell in complete]
-
-
-def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
-    noted = [name for name in (*LIKELIHOODS, *ENDS) if all(name in row for row in rows)]  # older runs lack some
-    arrays = {name: np.array([row[name] for row in rows]) for name in noted}
-    return MeasuredCell(cell, [row["continuations"] for row in rows], arrays)
+    return complete
 
 
 # --- scores and likelihoods ---
@@ -160,9 +151,8 @@ def _read_cell(cell: SweepCell, rows: list[dict[str, Any]]) -> MeasuredCell:
 class Instruments:
     """The models that measure texts: judges by name, and a language model for perplexity."""
 
-    judges: dict[str, tuple[Judge, Reads]]  # with what the judge reads
-    lm: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    judges: dict[str, tuple[Judge, str]]  # with what the judge reads, as in `JudgeUse`
+    lm: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
     batch_size: int = 100
 
     @classmethod
@@ -176,19 +166,12 @@ class Instruments:
         batch_size: int = 100,
     ) -> "Instruments":
         """Load judges, which keep their scores in `cache`, and the language model named `perplexity`."""
-        loaded: dict[str, tuple[Judge, Reads]] = {
-            name: (to_unit(CachedJudge(_load_judge(use, device), cache)), use.reads) for name, use in judges.items()
-        }
-        if perplexity is None:
-            return cls(loaded)
-        return cls(loaded, *load(perplexity, device, dtype), batch_size)
+        lm = None if perplexity is None else load(perplexity, device, dtype)
+        loaded = {n: (to_unit(CachedJudge(_load_judge(use, device), cache)), use.reads) for n, use in judges.items()}
+        return cls(loaded, lm, batch_size)
 
     def measure(
-        self,
-        prompts: Sequence[str],
-        texts: list[list[str]],
-        progress: bool = False,
-        unguided: list[list[str]] | None = None,
+        self, prompts: Sequence[str], texts: Samples, progress: bool = False, unguided: Samples | None = None
     ) -> dict[str, np.ndarray]:
         """Measure scores[judge], nll and tokens of each prompt's continuations, (p, n).
 
@@ -209,8 +192,8 @@ class Instruments:
                 whole = [b + a if a.strip() else a for b, a in zip(before, others, strict=True)]
                 scores = score_pairs(judge, read, whole, progress)
             arrays[f"scores[{name}]"] = scores.reshape(shape)
-        if self.lm is not None and self.tokenizer is not None:
-            likelihoods = measure_likelihoods(self.lm, self.tokenizer, before, after, self.batch_size, progress)
+        if self.lm is not None:
+            likelihoods = measure_likelihoods(*self.lm, before, after, self.batch_size, progress)
             arrays |= {name: getattr(likelihoods, name).reshape(shape) for name in ("nll", "tokens")}
         return arrays
 
@@ -220,28 +203,6 @@ def _load_judge(use: JudgeUse, device: str) -> Judge:
     judge = load_pair_judge(use.judge) if use.reads == "pair" else load_judge(use.judge, device)
     to_unit(judge)
     return judge
-
-
-def _write_measures(
-    folder: Path,
-    sweep: Sweep,
-    prompts: list[Prompt],
-    cells: list[MeasuredCell],
-    device: str,
-    cache: Path | None,
-    progress: bool,
-) -> None:
-    """Write the scores and likelihoods of cells that have none in measures/ yet."""
-    todo = [each for each in cells if not array_file(folder, each.cell.name).exists()]
-    if not todo:
-        return
-    lm = None if sweep.perplexity == WHILE_DECODING else sweep.perplexity
-    instruments = Instruments.load(sweep.judges, lm, device, cache, sweep.dtype, sweep.batch_size)
-    texts = {each.cell: each.texts for each in cells}
-    for each in tqdm(todo, desc="measuring", unit="cell", disable=not progress):
-        unguided = None if each.cell.guide == UNGUIDED else texts[each.cell.reference]
-        arrays = instruments.measure([prompt.text for prompt in prompts], each.texts, unguided=unguided) | each.arrays
-        write_arrays(folder, each.cell.name, arrays)
 
 
 # --- metrics ---
@@ -260,46 +221,45 @@ def _write_metrics(
     texts = {each.cell: each.texts for each in measured}
     unguided = {each.cell: each for each in measured if each.cell.guide == UNGUIDED}
     encoder = None
-    if todo and sweep.mauve is not None and any(METRICS[name].needs_encoder for name in sweep.metrics):
+    if todo and sweep.mauve is not None and any("features" in METRICS[name].needs for name in sweep.metrics):
         encoder = load_encoder(sweep.mauve, device)
 
     @lru_cache(maxsize=2)  # of the last cell and of its reference, which it shares with many others
-    def encode(cell: SweepCell | None) -> np.ndarray | None:
-        return None if encoder is None or cell is None else encode_samples(encoder, texts[cell])
+    def encode(cell: SweepCell) -> np.ndarray:
+        assert encoder is not None
+        return encode_samples(encoder, texts[cell])
 
     for each in tqdm(todo, desc="metrics", unit="cell", disable=not progress):
         other = sweep.mauve_reference(each.cell)
-        features = (encode(each.cell), encode(other)) if other is not None else (None, None)
+        if encoder is not None and other is not None:
+            features = {"features": encode(each.cell), "reference": encode(other)}
+            each = replace(each, arrays=each.arrays | features)
         reference = None if each.cell in unguided else unguided.get(each.cell.reference)
-        rows = [_metrics_row(sweep, each, reference, group, chosen, features) for group, chosen in groups.items()]
+        rows = [_metrics_row(sweep, each, reference, group, chosen) for group, chosen in groups.items()]
         with file.open("ab") as stream:
             append_lines(stream, rows)
 
 
 def _metrics_row(
-    sweep: Sweep,
-    measured: MeasuredCell,
-    unguided: MeasuredCell | None,
-    group: str,
-    chosen: list[int],
-    features: tuple[np.ndarray | None, np.ndarray | None],
+    sweep: Sweep, measured: MeasuredCell, unguided: MeasuredCell | None, group: str, chosen: list[int]
 ) -> dict[str, Any]:
-    """Make the line of metrics.jsonl for a class of prompts. `features` are those of the cell and of its reference."""
-    names = [name for name in sweep.metrics if features[1] is not None or not METRICS[name].needs_encoder]
+    """Make the line of metrics.jsonl for a class of prompts."""
+    has_features = "features" in measured.arrays
+    names = [name for name in sweep.metrics if has_features or "features" not in METRICS[name].needs]
     keys = [*list_judged(sweep.judges), *dict.fromkeys([*names, *measured.known_ends])]
-    asked = (keys, chosen, Bootstrap(sweep.resamples))
+    metrics, changes = measured.estimate(keys, chosen, Bootstrap(sweep.resamples), unguided)
     return {
         "cell": measured.cell.name,
         **asdict(measured.cell),
         "group": group,
         "prompts": len(chosen),
         "samples": sweep.samples,
-        "metrics": measured.estimate(*asked, *features),
-        "changes": {} if unguided is None else measured.estimate_changes(unguided, *asked),
+        "metrics": metrics,
+        "changes": changes,
     }
 
 
-def encode_samples(encoder: Encoder, texts: list[list[str]], progress: bool = False) -> np.ndarray:
+def encode_samples(encoder: Encoder, texts: Samples, progress: bool = False) -> np.ndarray:
     """Encode the samples of each prompt, (p, n, d)."""
     vectors = encoder.encode([text for samples in texts for text in samples], progress)
     return vectors.reshape(len(texts), -1, vectors.shape[-1])
@@ -328,30 +288,19 @@ def compare_guides(sweep: Sweep, prompts: list[Prompt], measured: list[MeasuredC
         if each.cell.guide != UNGUIDED:
             setting = tuple(getattr(each.cell, name) for name in SETTING)
             settings.setdefault(setting, {}).setdefault(each.cell.guide, []).append(each)
-    return [
-        _compare(sweep, axis, curves[first], curves[second], key, group, chosen)
-        for axis in axes
-        for curves in settings.values()
-        for first, second in combinations(curves, 2)
-        for key in list_judged(sweep.judges)
-        for group, chosen in _find_groups(prompts).items()
-    ]
+    pairs = [pair for curves in settings.values() for pair in combinations(curves.values(), 2)]
+    lines = product(axes, pairs, list_judged(sweep.judges), _find_groups(prompts).items())
+    return [_compare(sweep, axis, pair, key, group, chosen) for axis, pair, key, (group, chosen) in lines]
 
 
 def _compare(
-    sweep: Sweep,
-    axis: str,
-    first: list[MeasuredCell],
-    second: list[MeasuredCell],
-    key: str,
-    group: str,
-    chosen: list[int],
+    sweep: Sweep, axis: str, pair: Sequence[list[MeasuredCell]], key: str, group: str, chosen: list[int]
 ) -> dict[str, Any]:
     """Make the line of differences.jsonl for two guides; `reason` says why they cannot be compared."""
-    cell = first[0].cell
+    cell, other = (cells[0].cell for cells in pair)
     row: dict[str, Any] = {
         "first": cell.guide,
-        "second": second[0].cell.guide,
+        "second": other.guide,
         "axis": axis,
         "metric": key,
         "group": group,
@@ -359,12 +308,12 @@ def _compare(
         **{name: getattr(cell, name) for name in SETTING},
     }
     metric, judge = metric_and_judge(key)
-    ours, theirs = ([each.scored_by(judge).take(chosen) for each in guide] for guide in (first, second))
+    ours, theirs = ([each.scored_by(judge).take(chosen) for each in cells] for cells in pair)
     try:
         difference = compare_at_equal(axis, ours, theirs, metric, Bootstrap(sweep.resamples))
     except OptionError as error:  # too few values of β, or no common range
         return row | {"value": None, "low": None, "high": None, "range": None, "reason": error.message}
-    numbers = {name: _for_json(getattr(difference, name)) for name in ("value", "low", "high")}
+    numbers = _for_json({name: getattr(difference, name) for name in ("value", "low", "high")})
     return row | numbers | {"range": list(difference.range), "reason": None}
 
 
