@@ -22,24 +22,6 @@ ROWS_PRINTED = 10
 
 
 @dataclass
-class DataArguments(DataRankConfig):
-    """Say, before training, whether RAD-Q can fit the labels of a data set.
-
-    Prints the ranks that meet the labels beside those that meet shuffled labels, and with --backbone a lower bound of
-    the error that its frozen output embedding leaves.
-    """
-
-    json: AsJson = False
-
-
-@dataclass
-class ModelArguments(ModelRankConfig):
-    """Measure the numerical rank of the rewards that a trained model gives."""
-
-    json: AsJson = False
-
-
-@dataclass
 class VerifyArguments:
     """Check a certificate: compute the error of its factors from the matrix."""
 
@@ -53,7 +35,7 @@ class VerifyArguments:
 # --- radq rank data ---
 
 
-def rank_data(arguments: DataArguments) -> None:
+def rank_data(arguments: DataRankConfig) -> None:
     arguments.check()
     announce(f"loading {arguments.backbone or arguments.tokenizer or arguments.files[0]}", arguments.json)
     from radq.models.loading import find_device
@@ -150,7 +132,7 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
 # --- radq rank model ---
 
 
-def rank_model(arguments: ModelArguments) -> None:
+def rank_model(arguments: ModelRankConfig) -> None:
     arguments.check()
     announce(f"loading {arguments.reward}", arguments.json)
     from radq.rank.numerical import measure_ranks
@@ -205,7 +187,7 @@ def verify(arguments: VerifyArguments) -> None:
 
 
 SUBCOMMANDS = {
-    "data": (DataArguments, rank_data),
-    "model": (ModelArguments, rank_model),
+    "data": (DataRankConfig, rank_data),
+    "model": (ModelRankConfig, rank_model),
     "verify": (VerifyArguments, verify),
 }

@@ -22,9 +22,11 @@ values in general position; for special ones (such as the identity) they need no
 
 import hashlib
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,10 +36,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from radq.errors import DataError, OptionError
-from radq.files import atomic_file
+from radq.errors import DataError, OptionError, first_line
+from radq.files import atomic_file, explained_writing
 from radq.numerics import require_memory
-from radq.rank.config import check_completion
 from radq.rank.matrix import Observed
 
 NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}  # gathered factors: as many as fit a cache, and as fill a GPU
@@ -76,14 +77,8 @@ class Factors:
     def save(self, file: str | Path, observed: Observed) -> None:
         """Write a safetensors file with A, B and a fingerprint of the entries they were fitted to."""
         tensors = {"A": self.a.cpu().contiguous(), "B": self.b.cpu().contiguous()}
-        with atomic_file(file) as temporary:
-            try:
-                save_file(tensors, temporary, metadata={"matrix": fingerprint_entries(observed)})
-            except SafetensorError as error:  # such as a full disk
-                raise DataError(
-                    f"the certificate {str(file)!r} cannot be written: {error}.",
-                    "check that the path is right and that the disk has room.",
-                ) from error
+        with explained_writing(file), atomic_file(file) as temporary:
+            save_file(tensors, temporary, metadata={"matrix": fingerprint_entries(observed)})
 
     @classmethod
     def load(cls, file: str | Path, observed: Observed) -> "Factors":
@@ -93,9 +88,8 @@ class Factors:
                 a, b = stored.get_tensor("A"), stored.get_tensor("B")
                 matrix = (stored.metadata() or {}).get("matrix")
         except (OSError, SafetensorError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
             raise DataError(
-                f"{str(file)!r} cannot be read as a certificate: {reason}.",
+                f"{str(file)!r} cannot be read as a certificate: {first_line(error).rstrip('.: ')}.",
                 "give a file that `radq rank data --certificates FOLDER` has written.",
             ) from error
         wanted = [(size, *a.shape[1:2]) for size in observed.shape]
@@ -124,49 +118,34 @@ def fingerprint_entries(observed: Observed) -> str:
 # --- peeling ---
 
 
-@dataclass(frozen=True)
-class PeelingRound:
-    """Rows, or columns, that are taken out together, and the entries they had left."""
+class Peeling(NamedTuple):
+    """An order in which rows and columns can be solved: the core first, then the rounds from last to first.
 
-    of_rows: bool
-    entries: np.ndarray
+    A round is a side, 0 for rows and 1 for columns, and the entries that rows or columns had left when they were taken
+    out together.
+    """
 
-
-@dataclass(frozen=True)
-class Peeling:
-    """An order in which rows and columns can be solved: the core first, then the rounds from last to first."""
-
-    rounds: list[PeelingRound]  # in the order in which they are taken out
+    rounds: list[tuple[int, np.ndarray]]  # in the order in which they are taken out
     core: np.ndarray  # entries that cannot be taken out
 
 
 def peel(observed: Observed, rank: int) -> Peeling:
     """Take out rows and columns with at most `rank` entries left, until none is left to take out."""
-    ends = (observed.rows, observed.columns)
-    left = np.arange(len(observed))
-    rounds: list[PeelingRound] = []
-    idle, side = 0, 0
+    left, rounds, idle, side = np.arange(len(observed)), [], 0, 0
     while len(left) and idle < 2:
-        members = ends[side][left]
-        leaving = np.bincount(members, minlength=observed.shape[side])[members] <= rank
+        members = observed.sides[side][left]
+        leaving = np.bincount(members)[members] <= rank
+        idle += 1
         if leaving.any():
-            rounds.append(PeelingRound(side == 0, left[leaving]))
-            left = left[~leaving]
-        idle = 0 if leaving.any() else idle + 1
+            rounds.append((side, left[leaving]))
+            left, idle = left[~leaving], 0
         side = 1 - side
     return Peeling(rounds, left)
 
 
 def degeneracy(observed: Observed) -> int:
     """The smallest rank at which peeling leaves no core: values in general position are met exactly from there on."""
-    low, high = 0, min(observed.shape)
-    while low < high:
-        middle = (low + high) // 2
-        if len(peel(observed, middle).core):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(range(min(observed.shape)), True, key=lambda rank: not len(peel(observed, rank).core))
 
 
 # --- completion ---
@@ -205,7 +184,6 @@ def complete(
     squared error over the observed entries, with which `progress` is called after every iteration.
     """
     n, m = observed.shape
-    check_completion(penalty, iterations, tolerance, seed)
     check_rank(observed, rank)
     began = time.perf_counter()
     if rank == 0:
@@ -285,11 +263,10 @@ def _fit_by_peeling(
         core, begin = observed.restrict(peeling.core), Factors(a[rows], b[columns])
         done, iterated = _alternate(core, begin, penalty, max(1, iterations - 1), tolerance, 0.0, progress)
         a[rows], b[columns] = done.a, done.b
-    for part in reversed(peeling.rounds):
-        ends = (observed.rows, observed.columns) if part.of_rows else (observed.columns, observed.rows)
-        factor, known = (a, b) if part.of_rows else (b, a)
-        groups = group_entries(ends[0][part.entries], ends[1][part.entries], observed.values[part.entries], known)
-        solve_rows(groups, known, factor, penalty, anchored=True)
+    for side, entries in reversed(peeling.rounds):
+        known, factor = (b, a) if side == 0 else (a, b)
+        ends = (observed.sides[end][entries] for end in (side, 1 - side))
+        solve_rows(group_entries(*ends, observed.values[entries], known), known, factor, penalty, anchored=True)
     return Factors(a, b), iterated
 
 

@@ -106,7 +106,6 @@ class ModelRanks:
 
 def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks:
     """Numerical ranks of a model's rewards after prefixes from the data, for each number of prefixes."""
-    config.check()
     device, dtype = find_device(config.device), getattr(torch, config.dtype)
     model = RewardModel.from_pretrained(config.reward, device, dtype=dtype)
     if model.tokenizer is None:
