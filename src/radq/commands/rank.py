@@ -112,13 +112,12 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
         markup=False,
     )
     for part in bound.attributes:
-        line = f"  {part.attribute}: {part.mse_omega2:.3g} over Ω_2, {part.mse_omega:.3g} over Ω"
-        if part.weighted_loss is not None and part.contradiction_loss is not None:
-            line += (
-                f", {part.weighted_loss:.3g} of the training loss. Utterances that contradict each other add "
-                f"{part.contradiction_loss:.3g} to the loss of every model."
-            )
-        out.print(line, markup=False)
+        out.print(
+            f"  {part.attribute}: {part.mse_omega2:.3g} over Ω_2, {part.mse_omega:.3g} over Ω, "
+            f"{part.weighted_loss:.3g} of the training loss. Utterances that contradict each other add "
+            f"{part.contradiction_loss:.3g} to the loss of every model.",
+            markup=False,
+        )
     if not bound.rows:
         return
     title = f"{bound.costly_rows} rows that the embedding cannot meet; those with the largest errors"

@@ -265,8 +265,9 @@ def _fit_by_peeling(
         a[rows], b[columns] = done.a, done.b
     for side, entries in reversed(peeling.rounds):
         known, factor = (b, a) if side == 0 else (a, b)
-        ends = (observed.sides[end][entries] for end in (side, 1 - side))
-        solve_rows(group_entries(*ends, observed.values[entries], known), known, factor, penalty, anchored=True)
+        ends, others = observed.sides[side][entries], observed.sides[1 - side][entries]
+        groups = group_entries(ends, others, observed.values[entries], known)
+        solve_rows(groups, known, factor, penalty, anchored=True)
     return Factors(a, b), iterated
 
 

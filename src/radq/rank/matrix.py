@@ -163,12 +163,13 @@ class RewardMatrix:
         counts = dict(zip(("utterances", "ambiguous", "contradicting"), parts["counts"].tolist(), strict=True))
         attributes = tuple(parts["attributes"].tolist()) if "attributes" in parts else (UNNAMED,)
         vocab_size = int(parts["shape"][1]) // len(attributes)
-        vocabulary = None
-        if "vocabulary" in parts:
+        find, vocabulary = parts.get, None
+        if "vocabulary" in parts:  # the file has all parts
+            find = parts.__getitem__
             num_tokens, fingerprint = parts["vocabulary"].tolist()
             vocabulary = Vocabulary(vocab_size, int(num_tokens), fingerprint)
         arrays: dict[str, Any] = {name: parts[stored] for name, stored in PARTS.items()}
-        arrays |= {name: parts.get(name) for name in OPTIONAL_PARTS}
+        arrays |= {name: find(name) for name in OPTIONAL_PARTS}
         return cls(**arrays, **counts, vocab_size=vocab_size, attributes=attributes, vocabulary=vocabulary)
 
     def _check_parts(self) -> None:
