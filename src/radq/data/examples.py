@@ -120,9 +120,8 @@ def column_weights(source: str | Path, table: Table, name: str | None) -> np.nda
     if name is None:
         return np.ones(len(table), np.float32)
     weights = np.array([read_number(value) for value in table[name]], np.float64)
-    refuse_rows(source, table, name, np.isnan(weights), "must be a finite number")
-    refuse_rows(source, table, name, weights < 0, "must be at least 0")
-    refuse_rows(source, table, name, weights > np.finfo(np.float32).max, "must be at most 3.4e38")
+    wrong = ~((weights >= 0) & (weights <= np.finfo(np.float32).max))
+    refuse_rows(source, table, name, wrong, "must be a number from 0 to 3.4e38")
     return weights.astype(np.float32)
 
 
