@@ -132,24 +132,22 @@ def _run_command(name: str, argv: list[str]) -> None:
 
 def rename_old_words(argv: list[str]) -> list[str]:
     """Replace words of the last release by those of this one, each with a note."""
-    command = OLD_COMMANDS.get(argv[0], argv[0]).split()
-    changes = {f"radq {argv[0]}": f"radq {' '.join(command)}"} if argv[0] in OLD_COMMANDS else {}
-    words = [*command, *argv[1:]]
+    command = OLD_COMMANDS.get(argv[0], argv[0])
+    changes = {f"radq {argv[0]}": f"radq {command}"} if argv[0] in OLD_COMMANDS else {}
+    words = [*command.split(), *argv[1:]]
     start = 2 if words[0] == "judge" else 1
     renamed = OLD_OPTIONS.get(words[0], {})
     takes_texts = words[0] == "score" or words[:2] == ["judge", "score"]
     if takes_texts and not any(word == "--data" or word.startswith("--data=") for word in words):
         renamed = renamed | {"--text": ""}  # a column is named beside --data alone
-    texts, rest = [], iter(words[start:])
-    kept = words[:start]
+    kept, texts, rest = words[:start], [], iter(words[start:])
     for word in rest:
         option, equals, value = word.partition("=")
         option = option.replace("_", "-")
-        new = renamed.get(option)
-        if new is None:
+        if option not in renamed:
             kept.append(word)
             continue
-        changes[option] = new
+        changes[option] = new = renamed[option]
         if new:
             kept.append(f"{new}{equals}{value}")
         else:
