@@ -209,7 +209,7 @@ def _convert_scalar(value: Any, wanted: type, place: str) -> float | str:
     }[wanted]
     if not fits:
         raise _wrong(place, value, allowed, hint)
-    if wanted is str and "\0" in value:
+    if isinstance(value, str) and "\0" in value:
         raise _wrong(place, value, "a text without null characters", "remove the null characters.")
     return value if isinstance(value, wanted) else wanted(number)
 

@@ -333,7 +333,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> tuple[Path, Pa
     return folder / "reviews.csv", folder / "reward"
 
 
-def test_model_draws_ranks(reviews: Path, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_draws_ranks(
+    reviews: Path, toy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = reviews.parent
     RadQ.from_backbone(toy, attributes=["praise"]).save_pretrained(folder / "reward")
     argv = ("rank", "model", str(folder / "reward"), "--data", str(reviews), "--rows", "8,32,64")
@@ -357,6 +359,8 @@ def test_model_draws_ranks(reviews: Path, toy: Path, capsys: pytest.CaptureFixtu
     assert "TF32" not in out
     assert "no attribute 'calm'" in fails(capsys, *argv, "--json", "--attribute", "calm")
     assert "rows must be numbers of at least 1, got '0'" in fails(capsys, *argv[:5], "--json", "--rows", "0")
+    monkeypatch.setattr(numerics, "available_memory", lambda device="cpu": 1000)
+    assert "rewards and its factorisation takes" in fails(capsys, *argv, "--json")
 
 
 def test_tokenizers_come_from_files_too(tmp_path: Path) -> None:

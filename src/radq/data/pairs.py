@@ -61,7 +61,11 @@ class ResponseColumns:
             responses = []
             for number, row in zip(table.index, table[list(dict.fromkeys(names))].to_dict("records"), strict=True):
                 with in_row(source, number):
-                    responses.append(self._read_row(row, tokenizer))
+                    found = self._read_responses(row, tokenizer)
+                    problem = _find_problem(found)
+                    if problem and not self.skip_empty:
+                        raise DataError(f"{problem}.", "skip such rows with --skip-empty.")
+                responses.append(Responses("", [], []) if problem else found)
             counts = np.array([len(row.texts) for row in responses], np.int64)  # 0 for a row that is left out
             scores = np.array([score for row in responses for score in row.scores], np.float64)[:, None]
             numbers = np.repeat(np.asarray(table.index, np.int64), counts)
@@ -74,14 +78,6 @@ class ResponseColumns:
                 empty=int((counts == 0).sum()),
                 compares=True,
             )
-
-    def _read_row(self, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Responses:
-        """The responses of a row, none if it is left out."""
-        responses = self._read_responses(row, tokenizer)
-        problem = _find_problem(responses)
-        if problem and not self.skip_empty:
-            raise DataError(f"{problem}.", "skip such rows with --skip-empty.")
-        return Responses("", [], []) if problem else responses
 
     def _read_responses(self, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Responses:
         if self.scores is None:

@@ -259,8 +259,10 @@ def _fit_by_peeling(
     peeling = peel(observed, random.rank)
     a, b, iterated = random.a, random.b, 0
     if len(peeling.core):
-        rows, columns = np.unique(observed.rows[peeling.core]), np.unique(observed.columns[peeling.core])
-        core, begin = observed.restrict(peeling.core), Factors(a[rows], b[columns])
+        ends = (np.unique(side[peeling.core], return_inverse=True) for side in observed.sides)
+        (rows, row_of), (columns, column_of) = ends
+        core = Observed(row_of, column_of, observed.values[peeling.core], (len(rows), len(columns)))
+        begin = Factors(a[rows], b[columns])
         done, iterated = _alternate(core, begin, penalty, max(1, iterations - 1), tolerance, 0.0, progress)
         a[rows], b[columns] = done.a, done.b
     for side, entries in reversed(peeling.rounds):

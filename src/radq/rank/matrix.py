@@ -53,11 +53,6 @@ class Observed:
     def sides(self) -> tuple[Int[Array, " e"], Int[Array, " e"]]:
         return self.rows, self.columns
 
-    def restrict(self, entries: Int[Array, " s"]) -> "Observed":
-        """Keep only these entries, and drop the rows and columns that become empty."""
-        (rows, row_of), (columns, column_of) = (np.unique(side[entries], return_inverse=True) for side in self.sides)
-        return Observed(row_of, column_of, self.values[entries], (len(rows), len(columns)))
-
 
 @dataclass(frozen=True)
 class RewardMatrix:
