@@ -47,8 +47,8 @@ def is_first_process() -> bool:
 
 
 def print_json(document: Any) -> None:
-    """Print a document as JSON. NaN and infinity, which JSON does not have, become null."""
-    document = json.loads(json.dumps(document), parse_constant=lambda _: None)
+    """Print a document, which may hold paths, as JSON. NaN and infinity, which JSON does not have, become null."""
+    document = json.loads(json.dumps(document, default=os.fspath), parse_constant=lambda _: None)
     json.dump(document, sys.stdout, ensure_ascii=False, indent=2)
     print()
 
