@@ -25,6 +25,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -194,13 +195,14 @@ def complete(
     if len(observed) * rank < NUMBERS_FOR_THREADS:  # faster on one, above all where other work uses the other cores
         torch.set_num_threads(1)
     try:
+        alternate = partial(_alternate, penalty=penalty, tolerance=tolerance, progress=progress)
         begin, before = _random_factors(n, m, rank, seed, device, dtype), 0
         if start is None:
-            begin, before = _fit_by_peeling(observed, begin, penalty, iterations, tolerance, progress)
+            complete_core = partial(alternate, iterations=max(1, iterations - 1), target=0.0)
+            begin, before = _fit_by_peeling(observed, begin, penalty, complete_core)
         else:
             begin = Factors(torch.cat([start.a[:, :rank].to(begin.a), begin.a[:, start.rank :]], dim=1), begin.b)
-        left = max(1, iterations - before)
-        factors, after = _alternate(observed, begin, penalty, left, tolerance, target, progress)
+        factors, after = alternate(observed, begin, iterations=max(1, iterations - before), target=target)
     finally:
         torch.set_num_threads(threads)
     return Completion(factors, factors.mse(observed), before + after, time.perf_counter() - began)
@@ -223,10 +225,9 @@ def _alternate(
     by_column = group_entries(observed.columns, observed.rows, observed.values, factors.a)
     a, b = factors.a.clone(), factors.b.clone()
     objective, mse, done = float("inf"), float("inf"), 0
-    while True:
+    for done in range(1, iterations + 1):
         solve_rows(by_column, a, b, penalty)
         squares = solve_rows(by_row, b, a, penalty)
-        done += 1
         last, objective = objective, float(squares + penalty * (a.square().sum() + b.square().sum()))
         last_mse, mse = mse, float(squares) / len(observed)
         progress(mse)
@@ -235,21 +236,18 @@ def _alternate(
                 f"the completion diverged in {a.dtype}.",
                 "use a larger penalty" + ("." if a.dtype == torch.float64 else ", or float64."),
             )
-        if done == iterations:
-            return Factors(a, b), done
         pace = min(1.0, mse / last_mse) if last_mse else 1.0
         in_reach = mse > target and mse * pace ** (iterations - done) <= target
         if last - objective <= tolerance * objective and not in_reach:
-            return Factors(a, b), done
+            break
+    return Factors(a, b), done
 
 
 def _fit_by_peeling(
     observed: Observed,
     random: Factors,
     penalty: float,
-    iterations: int,
-    tolerance: float,
-    progress: Callable[[float], None],
+    complete_core: Callable[[Observed, Factors], tuple[Factors, int]],
 ) -> tuple[Factors, int]:
     """Complete the core, then solve the rounds of peeling backwards; return the factors and the number of iterations.
 
@@ -259,11 +257,10 @@ def _fit_by_peeling(
     peeling = peel(observed, random.rank)
     a, b, iterated = random.a, random.b, 0
     if len(peeling.core):
-        ends = (np.unique(side[peeling.core], return_inverse=True) for side in observed.sides)
-        (rows, row_of), (columns, column_of) = ends
+        sides = (np.unique(side[peeling.core], return_inverse=True) for side in observed.sides)
+        (rows, row_of), (columns, column_of) = sides
         core = Observed(row_of, column_of, observed.values[peeling.core], (len(rows), len(columns)))
-        begin = Factors(a[rows], b[columns])
-        done, iterated = _alternate(core, begin, penalty, max(1, iterations - 1), tolerance, 0.0, progress)
+        done, iterated = complete_core(core, Factors(a[rows], b[columns]))
         a[rows], b[columns] = done.a, done.b
     for side, entries in reversed(peeling.rounds):
         known, factor = (b, a) if side == 0 else (a, b)
