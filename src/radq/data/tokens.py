@@ -103,7 +103,7 @@ def _tokenise(
     """Write the tokenised rows of all sources, whose `names` stand in errors, into a folder."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     counts = Counts()
-    lengths, prompt_lengths, labels, weights, span_labels = [], [], [], [], []
+    sizes, prompt_sizes, labels, weights, span_labels = [], [], [], [], []
     with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
         for piece in pieces:
             whole, prompts = _encode(tokenizer, piece.texts), _encode(tokenizer, piece.prompts)
@@ -115,22 +115,22 @@ def _tokenise(
             kept = [p[max(0, len(p) + len(t) - max_length) :] for p, t in zip(prompts, texts, strict=True)]
             rows = [prompt + text for prompt, text in zip(kept, texts, strict=True)]
             np.fromiter(chain.from_iterable(rows), dtype=dtype).tofile(tokens)
-            lengths.append(np.array([len(row) for row in rows]))
-            prompt_lengths.append(np.array([len(prompt) for prompt in kept]))
+            sizes += map(len, rows)
+            prompt_sizes += map(len, kept)
             if piece.spans is not None:
                 limits, cells = piece.spans
                 marks = mark_tokens(tokenizer, piece.texts, limits, sum(len(part.rows) for part in span_labels))
                 with (folder / SPAN_NUMBERS).open("ab") as stream:  # a prompt has no spans
                     for prompt, text, numbers in zip(kept, texts, marks, strict=True):
-                        np.array([*[NO_SPAN] * len(prompt), *numbers[: len(text)]], np.int32).tofile(stream)
+                        np.full(len(prompt), NO_SPAN, np.int32).tofile(stream)
+                        numbers[: len(text)].tofile(stream)
                 span_labels.append(cells)
             counts.empty += piece.empty
             counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
             labels.append(piece.labels)
             weights.append(piece.weights)
             bar.update(len(rows))
-    sizes = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
-    counts.rows, counts.tokens = len(sizes), int(sizes.sum())
+    counts.rows, counts.tokens = len(sizes), sum(sizes)
     if not counts.rows:
         raise DataError(f"{names}: there are no rows.", "give a file with one row or more.")
     if not counts.tokens:
@@ -138,8 +138,8 @@ def _tokenise(
             f"{names}: the tokenizer finds no tokens in these texts.",
             "choose a model whose tokenizer knows the language of the texts.",
         )
-    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
-    np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
+    np.save(folder / "offsets.npy", np.cumsum([0, *sizes], dtype=np.int64))
+    np.save(folder / "prompt_lengths.npy", np.array(prompt_sizes, np.int32))
     join_cells(labels).save(folder)
     if span_labels:
         (folder / SPAN_FOLDER).mkdir()
