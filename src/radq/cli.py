@@ -99,7 +99,17 @@ def _dispatch(argv: list[str]) -> int:
     warnings.formatwarning = format_warning
     # torch warns with a C++ stack trace that a CPU without bfloat16 is slower; the results are right.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
-    _run_command(name, rest)
+    import tyro
+
+    from radq.settings import check_ranges
+
+    kind, run, command = find_command(name)
+    if hasattr(command, "SUBCOMMANDS") and rest and rest[0].startswith("--") and rest[0] != "--help":
+        rest = [next(iter(command.SUBCOMMANDS)), *rest]  # `radq eval --config` is `radq eval sweep --config`
+    options = {"default": command.defaults(kind, rest)} if hasattr(command, "defaults") else {}
+    arguments = tyro.cli(kind, prog=f"radq {name}", args=rest, **options)
+    check_ranges(arguments)
+    run(arguments)
     return 0
 
 
@@ -114,20 +124,6 @@ def find_command(name: str) -> tuple[Any, Any, ModuleType]:
     parts: Any = [Annotated[kind, tyro.conf.subcommand(word)] for word, (kind, _) in command.SUBCOMMANDS.items()]
     runs = dict(command.SUBCOMMANDS.values())
     return reduce(or_, parts), lambda arguments: runs[type(arguments)](arguments), command
-
-
-def _run_command(name: str, argv: list[str]) -> None:
-    import tyro
-
-    from radq.settings import check_ranges
-
-    kind, run, command = find_command(name)
-    if hasattr(command, "SUBCOMMANDS") and argv and argv[0].startswith("--") and argv[0] != "--help":
-        argv = [next(iter(command.SUBCOMMANDS)), *argv]  # `radq eval --config` is `radq eval sweep --config`
-    options = {"default": command.defaults(kind, argv)} if hasattr(command, "defaults") else {}
-    arguments = tyro.cli(kind, prog=f"radq {name}", args=argv, **options)
-    check_ranges(arguments)
-    run(arguments)
 
 
 def rename_old_words(argv: list[str]) -> list[str]:

@@ -127,8 +127,8 @@ class RewardMatrix:
 
     def save(self, file: str | Path) -> None:
         """Write an npz file, which `scipy.sparse.load_npz` reads as a sparse matrix."""
-        fields = {name: getattr(self, name) for name in (*PARTS, *OPTIONAL_PARTS)}
-        parts: dict[str, Any] = {PARTS.get(name, name): part for name, part in fields.items() if part is not None} | {
+        arrays = {name: getattr(self, name) for name in (*REQUIRED_PARTS, *OPTIONAL_PARTS)}
+        parts: dict[str, Any] = {STORED.get(name, name): part for name, part in arrays.items() if part is not None} | {
             "format": np.array(b"csr"),
             "shape": np.array([self.prefixes, len(self.attributes) * self.vocab_size]),
             "counts": np.array([self.utterances, self.ambiguous, self.contradicting]),
@@ -163,7 +163,7 @@ class RewardMatrix:
             find = parts.__getitem__
             num_tokens, fingerprint = parts["vocabulary"].tolist()
             vocabulary = Vocabulary(vocab_size, int(num_tokens), fingerprint)
-        arrays: dict[str, Any] = {name: parts[stored] for name, stored in PARTS.items()}
+        arrays: dict[str, Any] = {name: parts[STORED.get(name, name)] for name in REQUIRED_PARTS}
         arrays |= {name: find(name) for name in OPTIONAL_PARTS}
         return cls(**arrays, **counts, vocab_size=vocab_size, attributes=attributes, vocabulary=vocabulary)
 
@@ -191,13 +191,8 @@ class RewardMatrix:
                 raise ValueError(f"its {name} do not fit its entries")
 
 
-PARTS = {  # fields with their names in a file, of which scipy prescribes the first three
-    "starts": "indptr",
-    "columns": "indices",
-    "values": "data",
-    "prefix_utterance": "prefix_utterance",
-    "prefix_length": "prefix_length",
-}
+STORED = {"starts": "indptr", "columns": "indices", "values": "data"}  # names in a file that scipy prescribes
+REQUIRED_PARTS = ("starts", "columns", "values", "prefix_utterance", "prefix_length")
 OPTIONAL_PARTS = ("weights", "contradictions", "omega2_prefixes", "shuffled")
 
 
