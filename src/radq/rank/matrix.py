@@ -300,12 +300,14 @@ def _read_level(
     Returns the utterances that are longer, the numbers of their prefixes at the next depth, and the rows.
     """
     keys = nodes * vocab_size + utterances.tokens[utterances.starts[active] + depth]
-    keys, first, entries = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(keys, kind="stable")
+    active = active[order]
+    keys, first, entries = np.unique(keys[order], return_index=True, return_inverse=True)
     weights, labels = utterances.weights(active, depth), utterances.labels[:, active]
     seen = weights > 0
-    sums, counts = np.bincount(entries, weights), np.bincount(entries[seen], minlength=len(keys))
+    sums, totals = np.add.reduceat(weights, first), np.add.reduceat(weights * labels, first, axis=1)
+    counts = np.bincount(entries[seen], minlength=len(keys))
     known = counts > 0
-    totals = np.array([np.bincount(entries, weights * part) for part in labels], np.float64)
     means = np.divide(totals, sums, out=np.zeros_like(totals), where=known)
     example = np.empty_like(means)  # one of the labels of each entry
     example[:, entries[seen]] = labels[:, seen]
