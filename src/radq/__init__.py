@@ -10,101 +10,69 @@ from radq.models.auto import register_reward_models
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from radq.decoding.best_of_n import best_of_n
-    from radq.decoding.config import LogitChanges, Steering
-    from radq.decoding.engine import Engine
-    from radq.decoding.generate import Generation, astream_text, generate, stream, stream_text
-    from radq.decoding.request import Request
-    from radq.errors import RadqError
-    from radq.guides.base import Guide
-    from radq.guides.dexperts import DExpertsGuide
-    from radq.guides.gedi import GeDiGuide
-    from radq.guides.meter import Meter
-    from radq.guides.reward import RewardGuide
-    from radq.guides.spec import load_guide
-    from radq.hosts.transformers import GuidedLogitsProcessor
-    from radq.models.config import RewardModelConfig
-    from radq.models.convert import save_token_classifier
-    from radq.models.kinds import RadQ, RadV
-    from radq.models.loading import load
-    from radq.models.reward import RewardModel
-    from radq.report.notebook import Evaluation, evaluate
-    from radq.training.config import ExpertTrainingConfig, RewardTrainingConfig
-    from radq.training.experts import train_experts
-    from radq.training.outcome import push_to_hub
-    from radq.training.reward import train
-    from radq.training.reward_trainer import RewardTrainer
+if TYPE_CHECKING:  # `as` makes a name public for type checkers
+    from radq.decoding.best_of_n import best_of_n as best_of_n
+    from radq.decoding.config import LogitChanges as LogitChanges
+    from radq.decoding.config import Steering as Steering
+    from radq.decoding.engine import Engine as Engine
+    from radq.decoding.generate import Generation as Generation
+    from radq.decoding.generate import astream_text as astream_text
+    from radq.decoding.generate import generate as generate
+    from radq.decoding.generate import stream as stream
+    from radq.decoding.generate import stream_text as stream_text
+    from radq.decoding.request import Request as Request
+    from radq.errors import RadqError as RadqError
+    from radq.guides.base import Guide as Guide
+    from radq.guides.dexperts import DExpertsGuide as DExpertsGuide
+    from radq.guides.gedi import GeDiGuide as GeDiGuide
+    from radq.guides.meter import Meter as Meter
+    from radq.guides.reward import RewardGuide as RewardGuide
+    from radq.guides.spec import load_guide as load_guide
+    from radq.hosts.transformers import GuidedLogitsProcessor as GuidedLogitsProcessor
+    from radq.models.config import RewardModelConfig as RewardModelConfig
+    from radq.models.convert import save_token_classifier as save_token_classifier
+    from radq.models.kinds import RadQ as RadQ
+    from radq.models.kinds import RadV as RadV
+    from radq.models.loading import load as load
+    from radq.models.reward import RewardModel as RewardModel
+    from radq.report.notebook import Evaluation as Evaluation
+    from radq.report.notebook import evaluate as evaluate
+    from radq.training.config import ExpertTrainingConfig as ExpertTrainingConfig
+    from radq.training.config import RewardTrainingConfig as RewardTrainingConfig
+    from radq.training.experts import train_experts as train_experts
+    from radq.training.outcome import push_to_hub as push_to_hub
+    from radq.training.reward import train as train
+    from radq.training.reward_trainer import RewardTrainer as RewardTrainer
 
-_HOME = {
-    "Generation": "radq.decoding.generate",
-    "generate": "radq.decoding.generate",
-    "stream": "radq.decoding.generate",
-    "stream_text": "radq.decoding.generate",
-    "astream_text": "radq.decoding.generate",
-    "Engine": "radq.decoding.engine",
-    "Request": "radq.decoding.request",
-    "LogitChanges": "radq.decoding.config",
-    "Steering": "radq.decoding.config",
-    "RadqError": "radq.errors",
-    "train_experts": "radq.training.experts",
-    "DExpertsGuide": "radq.guides.dexperts",
-    "GeDiGuide": "radq.guides.gedi",
-    "Guide": "radq.guides.base",
-    "RewardGuide": "radq.guides.reward",
-    "GuidedLogitsProcessor": "radq.hosts.transformers",
-    "load": "radq.models.loading",
-    "load_guide": "radq.guides.spec",
-    "Meter": "radq.guides.meter",
-    "RadQ": "radq.models.kinds",
-    "RadV": "radq.models.kinds",
-    "RewardModelConfig": "radq.models.config",
-    "RewardModel": "radq.models.reward",
-    "best_of_n": "radq.decoding.best_of_n",
-    "push_to_hub": "radq.training.outcome",
-    "save_token_classifier": "radq.models.convert",
-    "train": "radq.training.reward",
-    "ExpertTrainingConfig": "radq.training.config",
-    "RewardTrainingConfig": "radq.training.config",
-    "RewardTrainer": "radq.training.reward_trainer",
-    "Evaluation": "radq.report.notebook",
-    "evaluate": "radq.report.notebook",
+_NAMES = {  # by their modules
+    "radq.decoding.best_of_n": ["best_of_n"],
+    "radq.decoding.config": ["LogitChanges", "Steering"],
+    "radq.decoding.engine": ["Engine"],
+    "radq.decoding.generate": ["Generation", "astream_text", "generate", "stream", "stream_text"],
+    "radq.decoding.request": ["Request"],
+    "radq.errors": ["RadqError"],
+    "radq.guides.base": ["Guide"],
+    "radq.guides.dexperts": ["DExpertsGuide"],
+    "radq.guides.gedi": ["GeDiGuide"],
+    "radq.guides.meter": ["Meter"],
+    "radq.guides.reward": ["RewardGuide"],
+    "radq.guides.spec": ["load_guide"],
+    "radq.hosts.transformers": ["GuidedLogitsProcessor"],
+    "radq.models.config": ["RewardModelConfig"],
+    "radq.models.convert": ["save_token_classifier"],
+    "radq.models.kinds": ["RadQ", "RadV"],
+    "radq.models.loading": ["load"],
+    "radq.models.reward": ["RewardModel"],
+    "radq.report.notebook": ["Evaluation", "evaluate"],
+    "radq.training.config": ["ExpertTrainingConfig", "RewardTrainingConfig"],
+    "radq.training.experts": ["train_experts"],
+    "radq.training.outcome": ["push_to_hub"],
+    "radq.training.reward": ["train"],
+    "radq.training.reward_trainer": ["RewardTrainer"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "DExpertsGuide",
-    "Engine",
-    "Evaluation",
-    "ExpertTrainingConfig",
-    "GeDiGuide",
-    "Generation",
-    "Guide",
-    "GuidedLogitsProcessor",
-    "LogitChanges",
-    "Meter",
-    "RadQ",
-    "RadV",
-    "RadqError",
-    "Request",
-    "RewardGuide",
-    "RewardModel",
-    "RewardModelConfig",
-    "RewardTrainer",
-    "RewardTrainingConfig",
-    "Steering",
-    "astream_text",
-    "best_of_n",
-    "evaluate",
-    "generate",
-    "load",
-    "load_guide",
-    "push_to_hub",
-    "save_token_classifier",
-    "stream",
-    "stream_text",
-    "train",
-    "train_experts",
-]
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

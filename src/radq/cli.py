@@ -99,7 +99,17 @@ def _dispatch(argv: list[str]) -> int:
     warnings.formatwarning = format_warning
     # torch warns with a C++ stack trace that a CPU without bfloat16 is slower; the results are right.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
-    _run_command(name, rest)
+    import tyro
+
+    from radq.settings import check_ranges
+
+    kind, run, command = find_command(name)
+    if hasattr(command, "SUBCOMMANDS") and rest and rest[0].startswith("--") and rest[0] != "--help":
+        rest = [next(iter(command.SUBCOMMANDS)), *rest]  # `radq eval --config` is `radq eval sweep --config`
+    options = {"default": command.defaults(kind, rest)} if hasattr(command, "defaults") else {}
+    arguments = tyro.cli(kind, prog=f"radq {name}", args=rest, **options)
+    check_ranges(arguments)
+    run(arguments)
     return 0
 
 
@@ -116,40 +126,24 @@ def find_command(name: str) -> tuple[Any, Any, ModuleType]:
     return reduce(or_, parts), lambda arguments: runs[type(arguments)](arguments), command
 
 
-def _run_command(name: str, argv: list[str]) -> None:
-    import tyro
-
-    from radq.settings import check_ranges
-
-    kind, run, command = find_command(name)
-    if hasattr(command, "SUBCOMMANDS") and argv and argv[0].startswith("--") and argv[0] != "--help":
-        argv = [next(iter(command.SUBCOMMANDS)), *argv]  # `radq eval --config` is `radq eval sweep --config`
-    options = {"default": command.defaults(kind, argv)} if hasattr(command, "defaults") else {}
-    arguments = tyro.cli(kind, prog=f"radq {name}", args=argv, **options)
-    check_ranges(arguments)
-    run(arguments)
-
-
 def rename_old_words(argv: list[str]) -> list[str]:
     """Replace words of the last release by those of this one, each with a note."""
-    command = OLD_COMMANDS.get(argv[0], argv[0]).split()
-    changes = {f"radq {argv[0]}": f"radq {' '.join(command)}"} if argv[0] in OLD_COMMANDS else {}
-    words = [*command, *argv[1:]]
+    command = OLD_COMMANDS.get(argv[0], argv[0])
+    changes = {f"radq {argv[0]}": f"radq {command}"} if argv[0] in OLD_COMMANDS else {}
+    words = [*command.split(), *argv[1:]]
     start = 2 if words[0] == "judge" else 1
     renamed = OLD_OPTIONS.get(words[0], {})
     takes_texts = words[0] == "score" or words[:2] == ["judge", "score"]
     if takes_texts and not any(word == "--data" or word.startswith("--data=") for word in words):
         renamed = renamed | {"--text": ""}  # a column is named beside --data alone
-    texts, rest = [], iter(words[start:])
-    kept = words[:start]
+    kept, texts, rest = words[:start], [], iter(words[start:])
     for word in rest:
         option, equals, value = word.partition("=")
         option = option.replace("_", "-")
-        new = renamed.get(option)
-        if new is None:
+        if option not in renamed:
             kept.append(word)
             continue
-        changes[option] = new
+        changes[option] = new = renamed[option]
         if new:
             kept.append(f"{new}{equals}{value}")
         else:

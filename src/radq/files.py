@@ -35,12 +35,16 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radq"
 
 
-def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what: str) -> None:
-    """Refuse a folder with other files in it: it must be new, empty, or hold `what`, such as "a radq run", already."""
+def require_own_folder(folder: str | Path, is_own: Callable[[Path], bool], what: str, overwrite: bool = True) -> None:
+    """Refuse a folder with other files in it: it must be new, empty, or hold `what`, such as "a radq run", already.
+
+    Without `overwrite`, it must be new.
+    """
     folder = Path(folder)
     if folder.is_dir() and (is_own(folder) or not any(folder.iterdir())):
-        return
-    if folder.exists() or folder.is_symlink():
+        if not overwrite:
+            raise OptionError(f"{str(folder)!r} exists.", "choose another folder, or replace it with --overwrite.")
+    elif folder.exists() or folder.is_symlink():
         kind = "folder that holds other files" if folder.is_dir() else "file"
         raise OptionError(f"{str(folder)!r} is a {kind}, not {what}.", "choose a new or empty folder.")
 
@@ -255,9 +259,10 @@ def remember(question: str, files: Sequence[Path], answer: Callable[[], str]) ->
     """
     began, before = time.time_ns(), _describe_files(files)
     key = fingerprint_values(question, before)
-    known = _recall(key)
-    if known is not None:
-        return known
+    with suppress(sqlite3.Error, OSError), closing(_open_memory()) as memory:  # one that cannot be used is none
+        row = memory.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        if row is not None:
+            return str(row[0])
     found = answer()
     newest = max((max(times) for _, _, *times, _ in before), default=0)
     if began - newest > SETTLED * 1e9 and _describe_files(files) == before:
@@ -269,13 +274,6 @@ def remember(question: str, files: Sequence[Path], answer: Callable[[], str]) ->
 def _describe_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
     stats = [(str(file.resolve()), file.stat()) for file in files]
     return [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats]
-
-
-def _recall(key: str) -> str | None:
-    with suppress(sqlite3.Error, OSError), closing(_open_memory()) as memory:
-        row = memory.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
-    return None  # a memory that cannot be used is none
 
 
 def _open_memory() -> sqlite3.Connection:

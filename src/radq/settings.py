@@ -186,7 +186,32 @@ def _convert(value: Any, wanted: Any, place: str) -> Any:
         if value not in parts:
             raise _wrong(place, value, f"one of {', '.join(map(str, parts))}", "choose one of these.")
         return value
-    return CONVERSIONS[origin or wanted](value, parts, place)
+    if origin is list:  # a single item stands for the list that holds it alone
+        return [_convert(item, parts[0], place) for item in (value if isinstance(value, list | tuple) else [value])]
+    if origin is tuple:
+        if not isinstance(value, list | tuple) or len(value) != len(parts):
+            raise _wrong(place, value, f"a list of {len(parts)} numbers", "write it as [0, 1].")
+        return tuple(_convert(item, part, place) for item, part in zip(value, parts, strict=True))
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise _wrong(place, value, "names with values", "write it as {name: value}; in YAML, quotes make texts.")
+        return {name: _convert(item, parts[1], f"{place}: {name}") for name, item in value.items()}
+    return _convert_scalar(value, wanted, place)
+
+
+def _convert_scalar(value: Any, wanted: type, place: str) -> float | str:
+    number = math.nan if isinstance(value, bool) else read_number(value)
+    fits, allowed, hint = {
+        float: (not math.isnan(number), "a finite number", "give a number such as 0.5."),
+        int: (number.is_integer(), "a whole number", "give a number such as 3."),  # NaN is none
+        bool: (isinstance(value, bool), "true or false", "choose one of these, without quotes."),
+        str: (isinstance(value, str), "one text", "give one text; in YAML, quotes turn a number into a text."),
+    }[wanted]
+    if not fits:
+        raise _wrong(place, value, allowed, hint)
+    if isinstance(value, str) and "\0" in value:
+        raise _wrong(place, value, "a text without null characters", "remove the null characters.")
+    return value if isinstance(value, wanted) else wanted(number)
 
 
 def exact(number: float) -> str:
@@ -205,60 +230,3 @@ def read_number(value: Any) -> float:
     except (OverflowError, TypeError, ValueError):
         return math.nan
     return number if math.isfinite(number) else math.nan
-
-
-def _number(value: Any, parts: Any, place: str) -> float:
-    number = math.nan if isinstance(value, bool) else read_number(value)
-    if math.isnan(number):
-        raise _wrong(place, value, "a finite number", "give a number such as 0.5.")
-    return number
-
-
-def _integer(value: Any, parts: Any, place: str) -> int:
-    number = math.nan if isinstance(value, bool) else read_number(value)
-    if not number.is_integer():  # as NaN is none
-        raise _wrong(place, value, "a whole number", "give a number such as 3.")
-    return value if isinstance(value, int) else int(number)
-
-
-def _boolean(value: Any, parts: Any, place: str) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(place, value, "true or false", "choose one of these, without quotes.")
-    return value
-
-
-def _text(value: Any, parts: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(place, value, "one text", "give one text; in YAML, quotes turn a number into a text.")
-    if "\0" in value:
-        raise _wrong(place, value, "a text without null characters", "remove the null characters.")
-    return value
-
-
-def _list(value: Any, parts: Any, place: str) -> list[Any]:
-    """Convert the items of a list; a single item stands for the list that holds it alone."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return [_convert(item, parts[0], place) for item in items]
-
-
-def _tuple(value: Any, parts: Any, place: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple) or len(value) != len(parts):
-        raise _wrong(place, value, f"a list of {len(parts)} numbers", "write it as [0, 1].")
-    return tuple(_convert(item, part, place) for item, part in zip(value, parts, strict=True))
-
-
-def _dictionary(value: Any, parts: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise _wrong(place, value, "names with values", "write it as {name: value}; in YAML, quotes make texts.")
-    return {name: _convert(item, parts[1], f"{place}: {name}") for name, item in value.items()}
-
-
-CONVERSIONS: dict[Any, Callable[[Any, Any, str], Any]] = {
-    int: _integer,
-    float: _number,
-    bool: _boolean,
-    str: _text,
-    list: _list,
-    tuple: _tuple,
-    dict: _dictionary,
-}

@@ -238,8 +238,19 @@ def test_mistakes_are_one_line(
     assert "'text' has the words" in fails(capsys, *argv, "--labels", "praise,text")
     assert "whole numbers" in fails(capsys, *argv, "--ranks", "one")
     assert "got 100000" in fails(capsys, *argv, "--ranks", "100000")
-    assert "penalty must be positive and finite, got -1" in fails(capsys, *argv, "--ranks", "2", "--penalty", "-1")
-    assert "eps must be at least 0 and finite, got nan" in fails(capsys, *argv, "--ranks", "2", "--eps", "nan")
+    wrong = {
+        ("penalty", "-0.0001"): "penalty must be more than 0, got -0.0001",
+        ("penalty", "nan"): "penalty must be a finite number, got nan",
+        ("iterations", "0"): "iterations must be at least 1 and at most 2,147,483,647, got 0",
+        ("iterations", str(10**400)): "iterations must be",
+        ("tolerance", "nan"): "tolerance must be a finite number, got nan",
+        ("eps", "nan"): "eps must be a finite number, got nan",
+        ("eps", "-1"): "eps must be at least 0, got -1",
+        ("max-length", "0"): "max_length must be at least 1",
+        ("seed", "-1"): "seed must be at least 0 and at most 9,223,372,036,854,775,807, got -1",
+    }
+    for (option, value), problem in wrong.items():
+        assert problem in fails(capsys, *argv, "--ranks", "2", f"--{option}", value)
     assert "there is no folder" in fails(capsys, *argv[:6], "--tokenizer", "./nowhere")
     (folder / "bad.csv").write_text("text,praise\nthe film was good,inf\n")
     assert "'praise' must be a finite number or a word, got 'inf'" in fails(
@@ -322,7 +333,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> tuple[Path, Pa
     return folder / "reviews.csv", folder / "reward"
 
 
-def test_model_draws_ranks(reviews: Path, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_draws_ranks(
+    reviews: Path, toy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = reviews.parent
     RadQ.from_backbone(toy, attributes=["praise"]).save_pretrained(folder / "reward")
     argv = ("rank", "model", str(folder / "reward"), "--data", str(reviews), "--rows", "8,32,64")
@@ -346,6 +359,8 @@ def test_model_draws_ranks(reviews: Path, toy: Path, capsys: pytest.CaptureFixtu
     assert "TF32" not in out
     assert "no attribute 'calm'" in fails(capsys, *argv, "--json", "--attribute", "calm")
     assert "rows must be numbers of at least 1, got '0'" in fails(capsys, *argv[:5], "--json", "--rows", "0")
+    monkeypatch.setattr(numerics, "available_memory", lambda device="cpu": 1000)
+    assert "rewards and its factorisation takes" in fails(capsys, *argv, "--json")
 
 
 def test_tokenizers_come_from_files_too(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ ANSWERED = [*MESSAGES, {"role": "assistant", "content": "good"}]
         (
             {"text": ["film", "plot"], "praise": [0, 1], "w": [1, -1]},
             {"weight": "w"},
-            "row 2: 'w' must be at least 0, got -1",
+            "row 2: 'w' must be a number from 0 to 3.4e38, got -1",
         ),
         (
             {"text": ["film", "plot"], "praise": [0, 1], "w": [1, 1e39]},

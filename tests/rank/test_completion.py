@@ -172,7 +172,7 @@ def test_the_core_is_what_cannot_be_peeled(rank: int, density: float, seed: int)
     peeling = peel(observed, rank)
     core = set(zip(observed.rows[peeling.core].tolist(), observed.columns[peeling.core].tolist(), strict=True))
     assert core == peel_slowly(observed, rank)
-    entries = np.concatenate([part.entries for part in peeling.rounds] + [peeling.core])
+    entries = np.concatenate([entries for _, entries in peeling.rounds] + [peeling.core])
     assert sorted(entries.tolist()) == list(range(len(observed)))
     assert (rank >= degeneracy(observed)) == (len(core) == 0)
 
@@ -262,12 +262,6 @@ def test_certificates_belong_to_their_matrix(tmp_path: Path) -> None:
     [
         ({"rank": -1}, "rank must be at least 0 .* got -1"),
         ({"rank": 21}, "at most 20 for a matrix of 30 × 20, got 21"),
-        ({"rank": 2, "penalty": -1e-4}, "penalty must be positive"),
-        ({"rank": 2, "penalty": float("nan")}, "penalty must be positive and finite, got nan"),
-        ({"rank": 2, "iterations": 0}, "iterations must be at least 1 .* got 0"),
-        ({"rank": 2, "iterations": 10**400}, "iterations must be .* got 1000"),
-        ({"rank": 2, "tolerance": float("nan")}, "tolerance must be .* got nan"),
-        ({"rank": 2, "seed": -1}, "seed must be at least 0 .* got -1"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], problem: str) -> None:

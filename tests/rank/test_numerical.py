@@ -10,9 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reward_data import make_data
 
-from radq import numerics
 from radq.data.dataset import RewardData
-from radq.errors import MemoryLimitError, OptionError
 from radq.rank.numerical import (
     SHARES,
     count_above,
@@ -117,11 +115,3 @@ def test_rad_q_has_at_most_the_rank_of_its_hidden_size(data: RewardData, lm_fold
         rows = reward_rows(model, prefixes, "nice")
         ranks[kind] = numerical_ranks(rows, [8, 30], torch.finfo(torch.float64).eps)[-1].rank
     assert ranks["q"] <= 16 < ranks["v"]  # the baseline adds nothing; reading the token does
-
-
-def test_mistakes(data: RewardData, lm_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="rows"):
-        numerical_ranks(torch.eye(4), [8], 1e-7)
-    monkeypatch.setattr(numerics, "available_memory", lambda device="cpu": 1000)
-    with pytest.raises(MemoryLimitError, match="rewards"):
-        reward_rows(make_reward("q", lm_folders["gpt2"]), sample_prefixes(data, 30, None, seed=0), "nice")

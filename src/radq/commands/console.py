@@ -47,17 +47,10 @@ def is_first_process() -> bool:
 
 
 def print_json(document: Any) -> None:
-    """Print a document as JSON. NaN and infinity, which JSON does not have, become null."""
-    json.dump(_without_nan(document), sys.stdout, ensure_ascii=False, indent=2, allow_nan=False)
+    """Print a document, which may hold paths, as JSON. NaN and infinity, which JSON does not have, become null."""
+    document = json.loads(json.dumps(document, default=os.fspath), parse_constant=lambda _: None)
+    json.dump(document, sys.stdout, ensure_ascii=False, indent=2)
     print()
-
-
-def _without_nan(document: Any) -> Any:
-    if isinstance(document, dict):
-        return {name: _without_nan(value) for name, value in document.items()}
-    if isinstance(document, list | tuple):
-        return [_without_nan(value) for value in document]
-    return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
 def print_table(header: Sequence[str], rows: "Sequence[Sequence[str | Text]]", words: int = 0, title: str = "") -> None:

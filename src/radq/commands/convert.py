@@ -7,7 +7,6 @@ from typing import Annotated
 import tyro
 
 from radq.commands.console import announce, print_json
-from radq.errors import OptionError
 from radq.files import require_own_folder
 from radq.sources.embedded import EMBEDDED
 from radq.sources.model_source import ModelSource, holds_reward_model
@@ -37,12 +36,7 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    require_own_folder(arguments.out, holds_reward_model, "a reward model")
-    if arguments.out.exists() and not arguments.overwrite:
-        raise OptionError(
-            f"{str(arguments.out)!r} exists.",
-            "choose another folder, or replace the reward model in it with --overwrite.",
-        )
+    require_own_folder(arguments.out, holds_reward_model, "a reward model", arguments.overwrite)
     if arguments.backbone != EMBEDDED:
         _ = ModelSource.find(arguments.backbone).config  # refused if there is none
     announce(f"converting {arguments.checkpoint}", arguments.json)

@@ -112,6 +112,12 @@ def _next_commands() -> dict[str, str]:
 
 
 def _describe(comparison: "Demonstration", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    def describe(text: "DemoText") -> dict[str, Any]:
+        generation = text.generation
+        pieces = zip(split_tokens(tokenizer, generation.token_ids), text.rewards, strict=True)
+        tokens = [{"token": piece, "reward": reward} for piece, reward in pieces]
+        return {"prompt": generation.prompt, "text": generation.text, "score": text.score, "tokens": tokens}
+
     cells = [
         {
             "beta": cell.beta,
@@ -119,20 +125,13 @@ def _describe(comparison: "Demonstration", tokenizer: "PreTrainedTokenizerBase")
             "perplexity": cell.perplexity,
             "perplexity_ratio": cell.perplexity / comparison.cells[0].perplexity,
             "ms_per_token": cell.milliseconds,
-            "texts": [_describe_text(text, tokenizer) for text in cell.texts],
+            "texts": [describe(text) for text in cell.texts],
         }
         for cell in comparison.cells
     ]
     attribute = comparison.attribute
     beta = attribute.default_beta
     return {"attribute": attribute.name, "default_beta": beta, "judge": comparison.judge, "cells": cells}
-
-
-def _describe_text(text: "DemoText", tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    pieces = split_tokens(tokenizer, text.generation.token_ids)
-    tokens = [{"token": piece, "reward": reward} for piece, reward in zip(pieces, text.rewards, strict=True)]
-    generation = text.generation
-    return {"prompt": generation.prompt, "text": generation.text, "score": text.score, "tokens": tokens}
 
 
 def _print_comparison(document: dict[str, Any], samples: int) -> None:

@@ -4,10 +4,9 @@ Also `radq eval measure generations.jsonl --judge JUDGE`, for texts that are the
 questions.jsonl --guide DIR:toxicity=-50`: does the guided model still know what it knew?
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -20,11 +19,7 @@ from radq.evaluation.estimates import Bootstrap, estimate, estimate_change
 from radq.evaluation.metrics import ATTRIBUTE_METRICS, METRICS, check_metric
 from radq.evaluation.sweep.config import JudgeUse, SweepCell, list_judged, load_sweep
 from radq.files import fingerprint_values, read_lines
-from radq.guides.spec import GuideSpec
-from radq.sources.model_source import ModelSource, check_language_model
-
-if TYPE_CHECKING:
-    from radq.evaluation.choices import Question
+from radq.sources.model_source import check_language_model
 
 
 @dataclass
@@ -231,7 +226,12 @@ def _answer(arguments: Choices) -> None:
         used = (None, None) if name == "unguided" else (guide, budget)
         kept = None
         if arguments.out is not None:
-            depends = describe_answers(questions, base, guides if name == "guided" else [], used[1])
+            depends: dict[str, object] = {
+                "questions": fingerprint_values([asdict(question) for question in questions]),
+                "base": base.fingerprint,
+                "guides": [{"model": one.fingerprint, "numbers": one.numbers} for one in guides if name == "guided"],
+                "kl_budget": used[1],
+            }
             kept = KeptAnswers(arguments.out / f"{name}.jsonl", depends)
         answers[name] = find_answers(lm, tokenizer, questions, *used, not arguments.json, kept)
     sums = {name: count_right(questions, given) for name, given in answers.items()}
@@ -244,18 +244,6 @@ def _answer(arguments: Choices) -> None:
     print(f"accuracy on {len(questions)} questions:")
     for name, accuracy in result.items():
         print(f"  {name:<9} {accuracy['value']:.3f} ({accuracy['low']:.3f} to {accuracy['high']:.3f})")
-
-
-def describe_answers(
-    questions: "Sequence[Question]", base: ModelSource, guides: Sequence[GuideSpec], kl_budget: float | None
-) -> dict[str, object]:
-    """All that answers depend on: fingerprints of the questions and of the models, and the numbers."""
-    return {
-        "questions": fingerprint_values([asdict(question) for question in questions]),
-        "base": base.fingerprint,
-        "guides": [{"model": guide.fingerprint, "numbers": guide.numbers} for guide in guides],
-        "kl_budget": kl_budget,
-    }
 
 
 SUBCOMMANDS = {"sweep": (SweepArguments, _sweep), "measure": (Measure, _measure), "choices": (Choices, _answer)}

@@ -208,9 +208,7 @@ def _print_scores(judge: "Judge", rows: list[dict[str, Any]]) -> None:
 def _train(arguments: Train) -> None:
     from radq.judges.base import CARD
 
-    require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge")
-    if arguments.out.exists() and not arguments.overwrite:
-        raise OptionError(f"{str(arguments.out)!r} exists.", "choose another folder, or replace it with --overwrite.")
+    require_own_folder(arguments.out, lambda folder: (folder / CARD).is_file(), "a judge", arguments.overwrite)
     check_sources(arguments.data, [arguments.text, arguments.labels])
     announce(f"loading {arguments.encoder}", arguments.json)
     from radq.judges.linear import Card, LinearModel, split_rows

@@ -22,24 +22,6 @@ ROWS_PRINTED = 10
 
 
 @dataclass
-class DataArguments(DataRankConfig):
-    """Say, before training, whether RAD-Q can fit the labels of a data set.
-
-    Prints the ranks that meet the labels beside those that meet shuffled labels, and with --backbone a lower bound of
-    the error that its frozen output embedding leaves.
-    """
-
-    json: AsJson = False
-
-
-@dataclass
-class ModelArguments(ModelRankConfig):
-    """Measure the numerical rank of the rewards that a trained model gives."""
-
-    json: AsJson = False
-
-
-@dataclass
 class VerifyArguments:
     """Check a certificate: compute the error of its factors from the matrix."""
 
@@ -53,7 +35,7 @@ class VerifyArguments:
 # --- radq rank data ---
 
 
-def rank_data(arguments: DataArguments) -> None:
+def rank_data(arguments: DataRankConfig) -> None:
     arguments.check()
     announce(f"loading {arguments.backbone or arguments.tokenizer or arguments.files[0]}", arguments.json)
     from radq.models.loading import find_device
@@ -130,13 +112,12 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
         markup=False,
     )
     for part in bound.attributes:
-        line = f"  {part.attribute}: {part.mse_omega2:.3g} over Ω_2, {part.mse_omega:.3g} over Ω"
-        if part.weighted_loss is not None and part.contradiction_loss is not None:
-            line += (
-                f", {part.weighted_loss:.3g} of the training loss. Utterances that contradict each other add "
-                f"{part.contradiction_loss:.3g} to the loss of every model."
-            )
-        out.print(line, markup=False)
+        out.print(
+            f"  {part.attribute}: {part.mse_omega2:.3g} over Ω_2, {part.mse_omega:.3g} over Ω, "
+            f"{part.weighted_loss:.3g} of the training loss. Utterances that contradict each other add "
+            f"{part.contradiction_loss:.3g} to the loss of every model.",
+            markup=False,
+        )
     if not bound.rows:
         return
     title = f"{bound.costly_rows} rows that the embedding cannot meet; those with the largest errors"
@@ -150,7 +131,7 @@ def _print_bound(bound: "EmbeddingBound", backbone: str) -> None:
 # --- radq rank model ---
 
 
-def rank_model(arguments: ModelArguments) -> None:
+def rank_model(arguments: ModelRankConfig) -> None:
     arguments.check()
     announce(f"loading {arguments.reward}", arguments.json)
     from radq.rank.numerical import measure_ranks
@@ -205,7 +186,7 @@ def verify(arguments: VerifyArguments) -> None:
 
 
 SUBCOMMANDS = {
-    "data": (DataArguments, rank_data),
-    "model": (ModelArguments, rank_model),
+    "data": (DataRankConfig, rank_data),
+    "model": (ModelRankConfig, rank_model),
     "verify": (VerifyArguments, verify),
 }

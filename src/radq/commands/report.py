@@ -30,10 +30,7 @@ def run(arguments: Arguments) -> None:
 
     report = write_report(arguments.runs, arguments.out, arguments.published, progress=not arguments.json)
     if arguments.json:
-        document = asdict(report)
-        for name in ("plots", "tables"):
-            document[name] = list(map(str, document[name]))
-        print_json(document | {"page": str(report.page)})
+        print_json(asdict(report) | {"page": report.page})
         return
     for name, facts in report.runs.items():
         print_facts([("run", name), *facts.items()])

@@ -5,6 +5,7 @@ radq distill --teacher DIR --data reviews.csv --base gpt2-large --backbone gpt2 
 radq train-experts --method dexperts --data reviews.csv --labels praise --backbone gpt2 --out experts
 """
 
+from argparse import ArgumentParser
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -49,21 +50,14 @@ class ExpertArguments(RunOptions, ExpertTrainingConfig):
 
 def defaults(kind: type[Any], argv: list[str]) -> Any:
     """Read the defaults of the options from the YAML file of --config, or from the run that is to be resumed."""
-    given = _option(argv, "--config")
-    out = _option(argv, "--out")
-    if given is None and "--resume" in argv and out is not None and (Path(out) / "config.yaml").is_file():
-        given = str(Path(out) / "config.yaml")
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--config", "--out"):
+        parser.add_argument(option, nargs="?")
+    options, _ = parser.parse_known_args(argv)
+    given, resumed = options.config, Path(options.out or "") / "config.yaml"
+    if given is None and "--resume" in argv and options.out and resumed.is_file():
+        given = str(resumed)
     return kind() if given is None else kind(**vars(read_yaml(given, _settings_kind(kind))), config=Path(given))
-
-
-def _option(argv: list[str], name: str) -> str | None:
-    """Find the value of an option that is written as `--name value` or `--name=value`."""
-    for position, argument in enumerate(argv):
-        if argument == name and position + 1 < len(argv):
-            return argv[position + 1]
-        if argument.startswith(f"{name}="):
-            return argument.removeprefix(f"{name}=")
-    return None
 
 
 def _settings_kind(kind: type[Any]) -> type[TrainingConfig]:

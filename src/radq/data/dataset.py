@@ -330,16 +330,3 @@ class GlobalBatches(torch.utils.data.Sampler[list[int]]):
             parts = np.array_split(batch, self.num_micro_batches * self.world_size)
             for micro_batch in range(self.num_micro_batches):
                 yield parts[micro_batch * self.world_size + self.rank].tolist()
-
-
-class LongestFirst(torch.utils.data.Sampler[int]):
-    """All rows, the longest first, so that batches need little padding and full memory shows in the first one."""
-
-    def __init__(self, lengths: np.ndarray):
-        self.order = np.argsort(-lengths, kind="stable").tolist()
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)

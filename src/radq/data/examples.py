@@ -30,14 +30,6 @@ Chat = list[Message]
 
 
 @dataclass
-class SpanCells:
-    """The spans of consecutive rows: for each row an array (s, 2) of starts and ends, and the labels of all spans."""
-
-    limits: list[np.ndarray]
-    labels: LabelCells
-
-
-@dataclass
 class Piece:
     """Consecutive rows of a source, read and checked."""
 
@@ -46,7 +38,7 @@ class Piece:
     labels: LabelCells
     weights: np.ndarray  # (n,)
     empty: int  # rows that were left out
-    spans: SpanCells | None = None
+    spans: tuple[list[np.ndarray], LabelCells] | None = None  # starts and ends, (s, 2) for each row; labels of all
     compares: bool = False  # texts of one row are compared, so the tokens with which all of them begin are a prompt
 
 
@@ -120,9 +112,8 @@ def column_weights(source: str | Path, table: Table, name: str | None) -> np.nda
     if name is None:
         return np.ones(len(table), np.float32)
     weights = np.array([read_number(value) for value in table[name]], np.float64)
-    refuse_rows(source, table, name, np.isnan(weights), "must be a finite number")
-    refuse_rows(source, table, name, weights < 0, "must be at least 0")
-    refuse_rows(source, table, name, weights > np.finfo(np.float32).max, "must be at most 3.4e38")
+    wrong = ~((weights >= 0) & (weights <= np.finfo(np.float32).max))
+    refuse_rows(source, table, name, wrong, "must be a number from 0 to 3.4e38")
     return weights.astype(np.float32)
 
 
@@ -201,7 +192,7 @@ SPAN_NUMBERS = "span_numbers.bin"  # for each token the number of its span
 SPAN_FOLDER = "spans"  # with the labels of all spans
 
 
-def _read_spans(source: str | Path, table: Table, column: str, text: str) -> SpanCells:
+def _read_spans(source: str | Path, table: Table, column: str, text: str) -> tuple[list[np.ndarray], LabelCells]:
     """Read the spans of a table; an error names source, row and value."""
     import pandas
 
@@ -213,7 +204,7 @@ def _read_spans(source: str | Path, table: Table, column: str, text: str) -> Spa
         labels += [span[2] for span in spans]
         rows += [row] * len(spans)
     cells = pandas.DataFrame({column: pandas.Series(labels, index=rows, dtype=object)})
-    return SpanCells(limits, read_cells(source, cells, [column]))
+    return limits, read_cells(source, cells, [column])
 
 
 def _read_cell(cell: Any, column: str, text: Any) -> list[tuple[int, int, Any]]:

@@ -349,10 +349,8 @@ def find_scales(
 
 def scale_labels(cells: LabelCells, names: Sequence[str], scales: Sequence[LabelScale]) -> np.ndarray:
     """Labels in single precision, (n, a); NaN where they are missing."""
-    labels = np.empty((len(cells.rows), len(names)), np.float32)
-    for column, (name, scale) in enumerate(zip(names, scales, strict=True)):
-        labels[:, column] = scale.apply(cells, column, name)
-    return labels
+    labels = [scale.apply(cells, n, name) for n, (name, scale) in enumerate(zip(names, scales, strict=True))]
+    return np.stack(labels, axis=1) if labels else np.empty((len(cells.rows), 0), np.float32)
 
 
 def _find_scale(cells: LabelCells, column: int, name: str, rules: LabelRules) -> LabelScale:

@@ -58,10 +58,14 @@ class ResponseColumns:
         names = [name for name in (*self.texts, self.scores, self.prompt, self.weight) if name is not None]
         for table in read_table(source):
             check_columns(source, table.columns, names)
-            rows = table[list(dict.fromkeys(names))].to_dict("records")
-            responses = [
-                self._read_row(source, number, row, tokenizer) for number, row in zip(table.index, rows, strict=True)
-            ]
+            responses = []
+            for number, row in zip(table.index, table[list(dict.fromkeys(names))].to_dict("records"), strict=True):
+                with in_row(source, number):
+                    found = self._read_responses(row, tokenizer)
+                    problem = _find_problem(found)
+                    if problem and not self.skip_empty:
+                        raise DataError(f"{problem}.", "skip such rows with --skip-empty.")
+                responses.append(Responses("", [], []) if problem else found)
             counts = np.array([len(row.texts) for row in responses], np.int64)  # 0 for a row that is left out
             scores = np.array([score for row in responses for score in row.scores], np.float64)[:, None]
             numbers = np.repeat(np.asarray(table.index, np.int64), counts)
@@ -74,17 +78,6 @@ class ResponseColumns:
                 empty=int((counts == 0).sum()),
                 compares=True,
             )
-
-    def _read_row(
-        self, source: str | Path, number: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-    ) -> Responses:
-        """The responses of a row, none if it is left out."""
-        with in_row(source, number):
-            responses = self._read_responses(row, tokenizer)
-            problem = _find_problem(responses)
-            if problem and not self.skip_empty:
-                raise DataError(f"{problem}.", "skip such rows with --skip-empty.")
-        return Responses("", [], []) if problem else responses
 
     def _read_responses(self, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Responses:
         if self.scores is None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from radq.data.examples import NO_SPAN, SPAN_FOLDER, SPAN_NUMBERS, Piece, count_shared, mark_tokens
-from radq.data.label_scale import LabelCells, join_cells
+from radq.data.label_scale import join_cells
 from radq.data.tables import find_revision, split_hub_name
 from radq.errors import DataError, OptionError
 from radq.files import atomic_folder, default_cache_folder, fingerprint_file, fingerprint_values
@@ -103,8 +103,7 @@ def _tokenise(
     """Write the tokenised rows of all sources, whose `names` stand in errors, into a folder."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     counts = Counts()
-    lengths, prompt_lengths, labels, weights = [], [], [], []
-    span_labels: list[LabelCells] = []
+    sizes, prompt_sizes, labels, weights, span_labels = [], [], [], [], []
     with (folder / "tokens.bin").open("wb") as tokens, tqdm(unit="row", desc="tokenising", disable=not progress) as bar:
         for piece in pieces:
             whole, prompts = _encode(tokenizer, piece.texts), _encode(tokenizer, piece.prompts)
@@ -116,20 +115,22 @@ def _tokenise(
             kept = [p[max(0, len(p) + len(t) - max_length) :] for p, t in zip(prompts, texts, strict=True)]
             rows = [prompt + text for prompt, text in zip(kept, texts, strict=True)]
             np.fromiter(chain.from_iterable(rows), dtype=dtype).tofile(tokens)
-            lengths.append(np.array([len(row) for row in rows]))
-            prompt_lengths.append(np.array([len(prompt) for prompt in kept]))
+            sizes += map(len, rows)
+            prompt_sizes += map(len, kept)
             if piece.spans is not None:
-                first = sum(len(cells.rows) for cells in span_labels)
-                marks = mark_tokens(tokenizer, piece.texts, piece.spans.limits, first)
-                _append_marks(folder / SPAN_NUMBERS, marks, kept, texts)
-                span_labels.append(piece.spans.labels)
+                limits, cells = piece.spans
+                marks = mark_tokens(tokenizer, piece.texts, limits, sum(len(part.rows) for part in span_labels))
+                with (folder / SPAN_NUMBERS).open("ab") as stream:  # a prompt has no spans
+                    for prompt, text, numbers in zip(kept, texts, marks, strict=True):
+                        np.full(len(prompt), NO_SPAN, np.int32).tofile(stream)
+                        numbers[: len(text)].tofile(stream)
+                span_labels.append(cells)
             counts.empty += piece.empty
             counts.truncated += sum(len(row) < len(p) + len(t) for row, p, t in zip(rows, prompts, whole, strict=True))
             labels.append(piece.labels)
             weights.append(piece.weights)
             bar.update(len(rows))
-    sizes = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
-    counts.rows, counts.tokens = len(sizes), int(sizes.sum())
+    counts.rows, counts.tokens = len(sizes), sum(sizes)
     if not counts.rows:
         raise DataError(f"{names}: there are no rows.", "give a file with one row or more.")
     if not counts.tokens:
@@ -137,23 +138,14 @@ def _tokenise(
             f"{names}: the tokenizer finds no tokens in these texts.",
             "choose a model whose tokenizer knows the language of the texts.",
         )
-    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
-    np.save(folder / "prompt_lengths.npy", np.concatenate(prompt_lengths).astype(np.int32))
+    np.save(folder / "offsets.npy", np.cumsum([0, *sizes], dtype=np.int64))
+    np.save(folder / "prompt_lengths.npy", np.array(prompt_sizes, np.int32))
     join_cells(labels).save(folder)
     if span_labels:
         (folder / SPAN_FOLDER).mkdir()
         join_cells(span_labels).save(folder / SPAN_FOLDER)
     np.save(folder / "weights.npy", np.concatenate(weights))
     (folder / COUNTS).write_text(json.dumps({"counts": asdict(counts), "dtype": dtype.name}))
-
-
-def _append_marks(
-    file: Path, marks: Sequence[np.ndarray], prompts: Sequence[list[int]], texts: Sequence[list[int]]
-) -> None:
-    """Append the numbers of the spans of texts, which have no more tokens than they were cut to, and have prompts."""
-    with file.open("ab") as stream:
-        for numbers, prompt, text in zip(marks, prompts, texts, strict=True):
-            np.concatenate([np.full(len(prompt), NO_SPAN, np.int32), numbers[: len(text)]]).tofile(stream)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

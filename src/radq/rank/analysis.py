@@ -24,7 +24,7 @@ from radq.data.examples import DataColumns
 from radq.errors import DataError, ModelError
 from radq.models.loading import hidden_size, load_config
 from radq.models.vocabulary import read_vocabulary
-from radq.rank.completion import Completion, Factors, check_rank, complete, degeneracy
+from radq.rank.completion import Factors, check_rank, complete, degeneracy
 from radq.rank.config import DataRankConfig
 from radq.rank.embedding_bound import BoundedRow, EmbeddingBound, check_backbone_tokens
 from radq.rank.matrix import Observed, RewardMatrix, build_matrix, shuffle_labels
@@ -113,56 +113,43 @@ def complete_ranks(
     ranks = config.rank_numbers or suggest_ranks(matrix)
     for rank in ranks:  # a wrong rank is refused before the work on the others
         check_rank(omega2, rank)
+
+    def solve(observed: Observed, rank: int, title: str, start: Factors | None = None) -> tuple[Factors, RankResult]:
+        with tqdm(desc=title, unit="iteration", disable=not progress, leave=False) as bar:
+
+            def show(mse: float) -> None:
+                bar.set_postfix_str(f"MSE {mse:.2e}", refresh=False)
+                bar.update()
+
+            completion = complete(
+                observed,
+                rank,
+                config.penalty,
+                config.iterations,
+                config.tolerance,
+                target=config.eps,
+                start=start,
+                seed=config.seed,
+                device=device,
+                dtype=getattr(torch, config.dtype),
+                progress=show,
+            )
+        fit = _describe_fit(matrix, rank, completion.mse)
+        if completion.mse > config.eps:
+            fit["bound"] = None
+        return completion.factors, RankResult(**fit, iterations=completion.iterations, seconds=completion.seconds)
+
     results = []
     for rank in ranks:
         file = None if config.certificates is None else config.certificates / f"rank-{rank}.safetensors"
         start = Factors.load(file, omega2) if rank and file is not None and file.exists() else None
-        completion = _solve(config, omega2, rank, start, device, f"rank {rank}", progress)
+        factors, result = solve(omega2, rank, f"rank {rank}", start)
+        results.append(result)
         if file is not None:
-            completion.factors.save(file, omega2)
-        results.append(_rate(matrix, rank, completion, config.eps))
+            factors.save(file, omega2)
     if shuffled is None:
         return results, None
-    controls = (_solve(config, shuffled, rank, None, device, f"rank {rank}, shuffled", progress) for rank in ranks)
-    return results, [_rate(matrix, rank, control, config.eps) for rank, control in zip(ranks, controls, strict=True)]
-
-
-def _solve(
-    config: DataRankConfig,
-    observed: Observed,
-    rank: int,
-    start: Factors | None,
-    device: str,
-    title: str,
-    progress: bool,
-) -> Completion:
-    """Complete a matrix under a progress bar."""
-    with tqdm(desc=title, unit="iteration", disable=not progress, leave=False) as bar:
-
-        def show(mse: float) -> None:
-            bar.set_postfix_str(f"MSE {mse:.2e}", refresh=False)
-            bar.update()
-
-        return complete(
-            observed,
-            rank,
-            config.penalty,
-            config.iterations,
-            config.tolerance,
-            target=config.eps,
-            start=start,
-            seed=config.seed,
-            device=device,
-            dtype=getattr(torch, config.dtype),
-            progress=show,
-        )
-
-
-def _rate(matrix: RewardMatrix, rank: int, completion: Completion, eps: float) -> RankResult:
-    fit = _describe_fit(matrix, rank, completion.mse)
-    if completion.mse > eps:
-        fit["bound"] = None
-    return RankResult(**fit, iterations=completion.iterations, seconds=completion.seconds)
+    return results, [solve(shuffled, rank, f"rank {rank}, shuffled")[1] for rank in ranks]
 
 
 def _describe_fit(matrix: RewardMatrix, rank: int, mse: float) -> dict[str, Any]:
@@ -241,11 +228,10 @@ def give_verdict(
         for row in embedding_bound.rows[:NAMED_PREFIXES]
     )
     more = embedding_bound.costly_rows - NAMED_PREFIXES
-    weighted = embedding_bound.weighted_loss
-    of_loss = "" if weighted is None else f" ({weighted:.2g} of the training loss)"
     return Verdict(
         "embeddings",
-        f"frozen embeddings cost at least {embedding_bound.mse_omega2:.2g} over Ω_2{of_loss}, at these prefixes: "
+        f"frozen embeddings cost at least {embedding_bound.mse_omega2:.2g} over Ω_2 "
+        f"({embedding_bound.weighted_loss:.2g} of the training loss), at these prefixes: "
         f"{named}{f' and {more} more' if more > 0 else ''}. No RAD-Q with a linear head over {backbone.name} has a "
         f"smaller error; an mlp head and RAD-V are not bound by it. Judged by rank alone: {about_rank.text}",
     )
@@ -277,26 +263,15 @@ def _judge_rank(
         f"rank {reached.rank} meets the labels with an error of {reached.mse:.2g} ≤ {eps:g} over Ω_2, so the data "
         f"need rank {reached.bound} at most"
     )
-    if backbone is not None and (reached.bound or 0) > backbone.hidden_size:
-        return Verdict(
-            "hidden-size",
-            f"{fit}, more than the hidden size {backbone.hidden_size} of {backbone.name}, which limits the rank of "
-            "RAD-Q. Try lower ranks, a wider backbone, or RAD-V.",
-        )
-    return _compare_with_shuffled(fit, reached, shuffled, eps, backbone)
-
-
-def _compare_with_shuffled(
-    fit: str,
-    reached: RankResult,
-    shuffled: Sequence[RankResult] | None,
-    eps: float,
-    backbone: Backbone | None,
-) -> Verdict:
-    if backbone is None:
-        enough = f"any backbone with a hidden size of {reached.bound} or more has that rank"
-    else:
+    enough = f"any backbone with a hidden size of {reached.bound} or more has that rank"
+    if backbone is not None:
         enough = f"RAD-Q over {backbone.name} has that rank: its hidden size is {backbone.hidden_size}"
+        if (reached.bound or 0) > backbone.hidden_size:
+            return Verdict(
+                "hidden-size",
+                f"{fit}, more than the hidden size {backbone.hidden_size} of {backbone.name}, which limits the rank of "
+                "RAD-Q. Try lower ranks, a wider backbone, or RAD-V.",
+            )
     if shuffled is None:
         return Verdict(
             "unchecked",
@@ -304,17 +279,16 @@ def _compare_with_shuffled(
             "again from the data.",
         )
     same_rank = next(result for result in shuffled if result.rank == reached.rank)
+    found = f"{fit[0].upper()}{fit[1:]}, and {enough}."
     if same_rank.mse <= MARGIN * eps:
         return Verdict(
             "sparse",
-            f"cannot tell: too sparse. {fit[0].upper()}{fit[1:]}, and {enough}. But shuffled labels are met "
-            f"about as well ({same_rank.mse:.2g}): the prefixes have so few continuations that the rank says nothing "
-            "about the labels.",
+            f"cannot tell: too sparse. {found} But shuffled labels are met about as well ({same_rank.mse:.2g}): the "
+            "prefixes have so few continuations that the rank says nothing about the labels.",
         )
     return Verdict(
         "no-obstacle",
-        f"rank is no obstacle. {fit[0].upper()}{fit[1:]}, and {enough}. Shuffled labels are not met at that rank: "
-        f"their error is {same_rank.mse:.2g}.",
+        f"rank is no obstacle. {found} Shuffled labels are not met at that rank: their error is {same_rank.mse:.2g}.",
     )
 
 

@@ -22,9 +22,12 @@ values in general position; for special ones (such as the identity) they need no
 
 import hashlib
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,10 +37,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from radq.errors import DataError, OptionError
-from radq.files import atomic_file
+from radq.errors import DataError, OptionError, first_line
+from radq.files import atomic_file, explained_writing
 from radq.numerics import require_memory
-from radq.rank.config import check_completion
 from radq.rank.matrix import Observed
 
 NUMBERS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**27}  # gathered factors: as many as fit a cache, and as fill a GPU
@@ -76,14 +78,8 @@ class Factors:
     def save(self, file: str | Path, observed: Observed) -> None:
         """Write a safetensors file with A, B and a fingerprint of the entries they were fitted to."""
         tensors = {"A": self.a.cpu().contiguous(), "B": self.b.cpu().contiguous()}
-        with atomic_file(file) as temporary:
-            try:
-                save_file(tensors, temporary, metadata={"matrix": fingerprint_entries(observed)})
-            except SafetensorError as error:  # such as a full disk
-                raise DataError(
-                    f"the certificate {str(file)!r} cannot be written: {error}.",
-                    "check that the path is right and that the disk has room.",
-                ) from error
+        with explained_writing(file), atomic_file(file) as temporary:
+            save_file(tensors, temporary, metadata={"matrix": fingerprint_entries(observed)})
 
     @classmethod
     def load(cls, file: str | Path, observed: Observed) -> "Factors":
@@ -93,9 +89,8 @@ class Factors:
                 a, b = stored.get_tensor("A"), stored.get_tensor("B")
                 matrix = (stored.metadata() or {}).get("matrix")
         except (OSError, SafetensorError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".: ")
             raise DataError(
-                f"{str(file)!r} cannot be read as a certificate: {reason}.",
+                f"{str(file)!r} cannot be read as a certificate: {first_line(error).rstrip('.: ')}.",
                 "give a file that `radq rank data --certificates FOLDER` has written.",
             ) from error
         wanted = [(size, *a.shape[1:2]) for size in observed.shape]
@@ -124,49 +119,34 @@ def fingerprint_entries(observed: Observed) -> str:
 # --- peeling ---
 
 
-@dataclass(frozen=True)
-class PeelingRound:
-    """Rows, or columns, that are taken out together, and the entries they had left."""
+class Peeling(NamedTuple):
+    """An order in which rows and columns can be solved: the core first, then the rounds from last to first.
 
-    of_rows: bool
-    entries: np.ndarray
+    A round is a side, 0 for rows and 1 for columns, and the entries that rows or columns had left when they were taken
+    out together.
+    """
 
-
-@dataclass(frozen=True)
-class Peeling:
-    """An order in which rows and columns can be solved: the core first, then the rounds from last to first."""
-
-    rounds: list[PeelingRound]  # in the order in which they are taken out
+    rounds: list[tuple[int, np.ndarray]]  # in the order in which they are taken out
     core: np.ndarray  # entries that cannot be taken out
 
 
 def peel(observed: Observed, rank: int) -> Peeling:
     """Take out rows and columns with at most `rank` entries left, until none is left to take out."""
-    ends = (observed.rows, observed.columns)
-    left = np.arange(len(observed))
-    rounds: list[PeelingRound] = []
-    idle, side = 0, 0
+    left, rounds, idle, side = np.arange(len(observed)), [], 0, 0
     while len(left) and idle < 2:
-        members = ends[side][left]
-        leaving = np.bincount(members, minlength=observed.shape[side])[members] <= rank
+        members = observed.sides[side][left]
+        leaving = np.bincount(members)[members] <= rank
+        idle += 1
         if leaving.any():
-            rounds.append(PeelingRound(side == 0, left[leaving]))
-            left = left[~leaving]
-        idle = 0 if leaving.any() else idle + 1
+            rounds.append((side, left[leaving]))
+            left, idle = left[~leaving], 0
         side = 1 - side
     return Peeling(rounds, left)
 
 
 def degeneracy(observed: Observed) -> int:
     """The smallest rank at which peeling leaves no core: values in general position are met exactly from there on."""
-    low, high = 0, min(observed.shape)
-    while low < high:
-        middle = (low + high) // 2
-        if len(peel(observed, middle).core):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect_left(range(min(observed.shape)), True, key=lambda rank: not len(peel(observed, rank).core))
 
 
 # --- completion ---
@@ -205,7 +185,6 @@ def complete(
     squared error over the observed entries, with which `progress` is called after every iteration.
     """
     n, m = observed.shape
-    check_completion(penalty, iterations, tolerance, seed)
     check_rank(observed, rank)
     began = time.perf_counter()
     if rank == 0:
@@ -216,13 +195,14 @@ def complete(
     if len(observed) * rank < NUMBERS_FOR_THREADS:  # faster on one, above all where other work uses the other cores
         torch.set_num_threads(1)
     try:
+        alternate = partial(_alternate, penalty=penalty, tolerance=tolerance, progress=progress)
         begin, before = _random_factors(n, m, rank, seed, device, dtype), 0
         if start is None:
-            begin, before = _fit_by_peeling(observed, begin, penalty, iterations, tolerance, progress)
+            complete_core = partial(alternate, iterations=max(1, iterations - 1), target=0.0)
+            begin, before = _fit_by_peeling(observed, begin, penalty, complete_core)
         else:
             begin = Factors(torch.cat([start.a[:, :rank].to(begin.a), begin.a[:, start.rank :]], dim=1), begin.b)
-        left = max(1, iterations - before)
-        factors, after = _alternate(observed, begin, penalty, left, tolerance, target, progress)
+        factors, after = alternate(observed, begin, iterations=max(1, iterations - before), target=target)
     finally:
         torch.set_num_threads(threads)
     return Completion(factors, factors.mse(observed), before + after, time.perf_counter() - began)
@@ -245,10 +225,9 @@ def _alternate(
     by_column = group_entries(observed.columns, observed.rows, observed.values, factors.a)
     a, b = factors.a.clone(), factors.b.clone()
     objective, mse, done = float("inf"), float("inf"), 0
-    while True:
+    for done in range(1, iterations + 1):
         solve_rows(by_column, a, b, penalty)
         squares = solve_rows(by_row, b, a, penalty)
-        done += 1
         last, objective = objective, float(squares + penalty * (a.square().sum() + b.square().sum()))
         last_mse, mse = mse, float(squares) / len(observed)
         progress(mse)
@@ -257,21 +236,18 @@ def _alternate(
                 f"the completion diverged in {a.dtype}.",
                 "use a larger penalty" + ("." if a.dtype == torch.float64 else ", or float64."),
             )
-        if done == iterations:
-            return Factors(a, b), done
         pace = min(1.0, mse / last_mse) if last_mse else 1.0
         in_reach = mse > target and mse * pace ** (iterations - done) <= target
         if last - objective <= tolerance * objective and not in_reach:
-            return Factors(a, b), done
+            break
+    return Factors(a, b), done
 
 
 def _fit_by_peeling(
     observed: Observed,
     random: Factors,
     penalty: float,
-    iterations: int,
-    tolerance: float,
-    progress: Callable[[float], None],
+    complete_core: Callable[[Observed, Factors], tuple[Factors, int]],
 ) -> tuple[Factors, int]:
     """Complete the core, then solve the rounds of peeling backwards; return the factors and the number of iterations.
 
@@ -281,14 +257,15 @@ def _fit_by_peeling(
     peeling = peel(observed, random.rank)
     a, b, iterated = random.a, random.b, 0
     if len(peeling.core):
-        rows, columns = np.unique(observed.rows[peeling.core]), np.unique(observed.columns[peeling.core])
-        core, begin = observed.restrict(peeling.core), Factors(a[rows], b[columns])
-        done, iterated = _alternate(core, begin, penalty, max(1, iterations - 1), tolerance, 0.0, progress)
+        sides = (np.unique(side[peeling.core], return_inverse=True) for side in observed.sides)
+        (rows, row_of), (columns, column_of) = sides
+        core = Observed(row_of, column_of, observed.values[peeling.core], (len(rows), len(columns)))
+        done, iterated = complete_core(core, Factors(a[rows], b[columns]))
         a[rows], b[columns] = done.a, done.b
-    for part in reversed(peeling.rounds):
-        ends = (observed.rows, observed.columns) if part.of_rows else (observed.columns, observed.rows)
-        factor, known = (a, b) if part.of_rows else (b, a)
-        groups = group_entries(ends[0][part.entries], ends[1][part.entries], observed.values[part.entries], known)
+    for side, entries in reversed(peeling.rounds):
+        known, factor = (b, a) if side == 0 else (a, b)
+        ends, others = observed.sides[side][entries], observed.sides[1 - side][entries]
+        groups = group_entries(ends, others, observed.values[entries], known)
         solve_rows(groups, known, factor, penalty, anchored=True)
     return Factors(a, b), iterated
 

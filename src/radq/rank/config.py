@@ -8,13 +8,20 @@ import tyro
 
 from radq.data.tables import check_sources
 from radq.errors import OptionError
+from radq.settings import COUNT, Range
 from radq.sources.model_source import check_language_model, check_reward_model
 from radq.training.config import DataConfig
+
+SEED = Range(0, 2**63 - 1)
 
 
 @dataclass
 class DataRankConfig(DataConfig):
-    """Settings of the analysis of a data set; several labels share one stacked matrix."""
+    """Say, before training, whether RAD-Q can fit the labels of a data set.
+
+    Prints the ranks that meet the labels beside those that meet shuffled labels, and with --backbone a lower bound of
+    the error that its frozen output embedding leaves.
+    """
 
     files: tyro.conf.Positional[list[str]] = field(kw_only=True)
     """csv, tsv, jsonl or parquet files, compressed or not; or one .npz file that --save-matrix has written."""
@@ -24,26 +31,28 @@ class DataRankConfig(DataConfig):
     """Language model whose hidden size and frozen output embedding the verdict is about."""
     ranks: str = ""
     """Ranks to try, separated by commas; by default five ranks up to where an exact fit is likely."""
-    eps: float = 1e-6
+    eps: Annotated[float, Range(0)] = 1e-6
     """Mean squared error that counts as a fit, over Ω_2: the prefixes with two or more continuations."""
-    iterations: int = 200
+    iterations: Annotated[int, COUNT] = 200
     """Largest number of iterations per rank."""
-    penalty: float = 1e-4
+    penalty: Annotated[float, Range(0, without_low=True)] = 1e-4
     """Weight of the squared factors in the objective of a completion."""
-    tolerance: float = 0.01
+    tolerance: Annotated[float, Range(0)] = 0.01
     """Stop when an iteration lowers the objective by less than this share, unless eps is still in reach."""
-    max_length: int | None = None
+    max_length: Annotated[int | None, COUNT] = None
     """Cut texts off after this number of tokens; by default texts stay whole."""
     save_matrix: Path | None = None
     """Write the reward matrix to this npz file, which scipy.sparse.load_npz reads."""
     certificates: Path | None = None
     """Folder for the factors of each rank; existing factors are used as the start."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of the random start and of the shuffled labels; a matrix file brings its own shuffled labels."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     dtype: Literal["float64", "float32"] = "float64"
     """Data type of the factors."""
+    json: bool = False
+    """Print the result as JSON, without progress bars."""
 
     @property
     def reads_matrix(self) -> bool:
@@ -55,17 +64,7 @@ class DataRankConfig(DataConfig):
         return _parse_numbers(self.ranks, "ranks")
 
     def check(self) -> None:
-        """Refuse values outside their ranges, and files and models that are not there, before anything is loaded."""
-        check_completion(self.penalty, self.iterations, self.tolerance, self.seed)
-        if not 0 <= self.eps < float("inf"):
-            raise OptionError(
-                f"eps must be at least 0 and finite, got {self.eps}.", "give a mean squared error, such as 1e-6."
-            )
-        if self.max_length is not None and not 1 <= self.max_length < 2**31:
-            raise OptionError(
-                f"max_length must be at least 1 and less than 2³¹, got {self.max_length}.",
-                "leave it out to keep texts whole.",
-            )
+        """Refuse settings that contradict each other, and files and models that are not there, before any is loaded."""
         if self.save_matrix is not None and (not self.save_matrix.name or self.save_matrix.is_dir()):
             raise OptionError(
                 f"save_matrix must be a file, got the folder {str(self.save_matrix)!r}.",
@@ -74,11 +73,8 @@ class DataRankConfig(DataConfig):
         _ = self.label_rules, self.rank_numbers
         if self.backbone is not None:
             check_language_model(self.backbone)
-        if not self.reads_matrix:
-            self._check_data()
-
-    def _check_data(self) -> None:
-        """Refuse texts without a tokenizer, labels without names, and files that are not there or lack columns."""
+        if self.reads_matrix:
+            return
         if not (self.tokenizer or self.backbone):
             raise OptionError(
                 "a tokenizer is needed to read texts.",
@@ -95,7 +91,7 @@ class DataRankConfig(DataConfig):
 
 @dataclass
 class ModelRankConfig:
-    """Settings of the measurement of a reward model."""
+    """Measure the numerical rank of the rewards that a trained model gives."""
 
     reward: tyro.conf.Positional[str]
     """Folder of the reward model."""
@@ -109,18 +105,20 @@ class ModelRankConfig:
     """Attribute whose rewards are measured; by default the first."""
     rows: str = "64,128,256,512,1024,2048"
     """Numbers of prefixes, separated by commas."""
-    batch_size: int = 16
+    batch_size: Annotated[int, COUNT] = 16
     """Number of prefixes that are read together."""
     out: Path | None = None
     """Folder for rank.json and the plots rank.png and spectrum.png."""
     cache: str | None = None
     """Folder for tokenised data; by default in the user's cache folder."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of the draw of prefixes."""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of the model, which also sets the cutoff of the rank."""
+    json: bool = False
+    """Print the result as JSON, without progress bars."""
 
     @property
     def sizes(self) -> list[int]:
@@ -128,36 +126,15 @@ class ModelRankConfig:
         return sorted(_parse_numbers(self.rows, "rows"))
 
     def check(self) -> None:
-        """Refuse values outside their ranges, and files and models that are not there, before anything is loaded."""
+        """Refuse numbers of prefixes that are none, and files and models that are not there, before any is loaded."""
         if not self.sizes or self.sizes[0] < 1:
             raise OptionError(
                 f"rows must be numbers of at least 1, got {self.rows!r}.", "give --rows 64,128,256, for example."
             )
-        if self.batch_size < 1:
-            raise OptionError(f"batch_size must be at least 1, got {self.batch_size}.", "use a number such as 16.")
-        check_seed(self.seed)
         check_reward_model(self.reward, [] if self.attribute is None else [self.attribute])
         if not self.data:
             raise OptionError("there is no data.", "give --data FILE.")
         check_sources(self.data, [self.text])
-
-
-def check_completion(penalty: float, iterations: int, tolerance: float, seed: int) -> None:
-    """Refuse options of a completion that are out of their ranges."""
-    if not 0 < penalty < float("inf"):
-        raise OptionError(f"penalty must be positive and finite, got {penalty}.", "use a number such as 1e-4.")
-    if not 1 <= iterations < 2**31:
-        raise OptionError(
-            f"iterations must be at least 1 and less than 2³¹, got {iterations}.", "use a number such as 200."
-        )
-    if not 0 <= tolerance < float("inf"):
-        raise OptionError(f"tolerance must be at least 0 and finite, got {tolerance}.", "use a number such as 0.01.")
-    check_seed(seed)
-
-
-def check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**63:
-        raise OptionError(f"seed must be at least 0 and less than 2⁶³, got {seed}.", "use a number such as 0.")
 
 
 def _parse_numbers(text: str, option: str) -> list[int]:

@@ -14,6 +14,7 @@ the other rows the least-squares problem is solved, with singular values. Everyt
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,44 +43,42 @@ class BoundedRow:
     continuations: int
     variance: float  # of the values in the row: the error of the best constant
     mse: float  # error of the best constant plus linear function of e(v)
-    weighted_loss: float | None  # the part of the row in `EmbeddingBound.weighted_loss`
+    weighted_loss: float  # the part of the row in `Bounds.weighted_loss`
 
 
 @dataclass(frozen=True)
-class AttributeBound:
-    """Lower bounds of the mean squared error of one attribute."""
+class Bounds:
+    """Lower bounds over one attribute or several: errors are means over their entries, losses are sums as in training.
 
-    attribute: str
+    N is the number of utterances.
+    """
+
     mse_omega2: float  # over the entries of Ω_2
     mse_omega: float  # over all entries; those outside Ω_2 have no error
-    # The part of the training loss: (1/N) Σ_entries Λ (r̂ − R)², with Λ = Σ λ over the utterances of an entry.
-    weighted_loss: float | None
-    # (1/N) Σ λ (y − R)², from utterances that contradict each other; it bounds the loss of RAD-V too.
-    contradiction_loss: float | None
+    weighted_loss: float  # (1/N) Σ_entries Λ (r̂ − R)², with Λ = Σ λ over the utterances of an entry
+    contradiction_loss: float  # (1/N) Σ λ (y − R)², where utterances contradict each other; it bounds RAD-V too
 
 
 @dataclass(frozen=True)
-class EmbeddingBound:
-    """Lower bounds over all attributes: errors are means over their entries, losses are sums as in training."""
+class AttributeBound(Bounds):
+    attribute: str
 
+
+@dataclass(frozen=True)
+class EmbeddingBound(Bounds):
     hidden_size: int
-    mse_omega2: float
-    mse_omega: float
-    weighted_loss: float | None
-    contradiction_loss: float | None
     costly_rows: int  # number of rows, over all attributes, whose error cannot be 0
     attributes: list[AttributeBound]
     rows: list[BoundedRow]  # the rows with the largest errors, largest first
 
 
-@dataclass(frozen=True)
-class _Continuations:
-    """The tokens that follow each prefix of Ω_2, with the values of all attributes."""
+class _Continuations(NamedTuple):
+    """The tokens that follow each prefix of Ω_2, with the values of all attributes and the weights of the entries."""
 
     starts: Int[np.ndarray, " bounds"]
     tokens: Int[np.ndarray, " s"]
     values: Float[np.ndarray, "s a"]
-    weights: Float[np.ndarray, " s"] | None
+    weights: Float[np.ndarray, " s"]
 
     @classmethod
     def of(cls, matrix: RewardMatrix) -> "_Continuations":
@@ -87,17 +86,14 @@ class _Continuations:
         sizes = np.diff(matrix.starts)[matrix.omega2_rows] // a
         first = concatenate_ranges(matrix.starts[matrix.omega2_rows], sizes)  # entries of the first attribute
         all_attributes = first[:, None] + np.arange(a) * np.repeat(sizes, sizes)[:, None]  # (s, a)
-        return cls(
-            starts=np.concatenate([[0], np.cumsum(sizes)]),
-            tokens=matrix.columns[first].astype(np.int64),
-            values=matrix.values[all_attributes],
-            weights=None if matrix.weights is None else matrix.weights[first],
-        )
+        assert matrix.weights is not None
+        starts, tokens = np.concatenate([[0], np.cumsum(sizes)]), matrix.columns[first].astype(np.int64)
+        return cls(starts, tokens, matrix.values[all_attributes], matrix.weights[first])
 
 
 def bound_by_backbone(matrix: RewardMatrix, backbone: str, progress: bool = False) -> EmbeddingBound | None:
     """Lower bounds of the error of RAD-Q over a backbone; None for a matrix that does not say what its tokens are."""
-    if matrix.vocabulary is None or matrix.omega2_prefixes is None:
+    if matrix.vocabulary is None:
         return None
     source = ModelSource.find(backbone)
     check_backbone_tokens(source, matrix.vocabulary)
@@ -139,10 +135,20 @@ def bound_by_embedding(
     """Lower bounds of the error of RAD-Q with a linear head and this embedding, and the `max_rows` worst rows."""
     entries, a = _Continuations.of(matrix), len(matrix.attributes)
     squares, weighted = _measure_rows(entries, embedding, progress)  # (n, a) each
-    losses = None if entries.weights is None else weighted / matrix.utterances
-    contradictions = None if matrix.contradictions is None else matrix.contradictions / matrix.utterances  # (a,)
+    losses = weighted / matrix.utterances
+    assert matrix.contradictions is not None
+    contradictions = matrix.contradictions / matrix.utterances  # (a,)
     in_omega2, in_omega = max(1, len(entries.tokens)), matrix.entries // a
     costs = np.argsort(-squares, axis=None, kind="stable")[: min(max_rows, int((squares > 0).sum()))]
+
+    def bound(columns: slice) -> dict[str, Any]:
+        mean = float(squares[:, columns].sum(0).mean())
+        return {
+            "mse_omega2": mean / in_omega2,
+            "mse_omega": mean / in_omega,
+            "weighted_loss": float(losses[:, columns].sum()),
+            "contradiction_loss": float(contradictions[columns].sum()),
+        }
 
     def describe(row: int, column: int) -> BoundedRow:
         values = entries.values[entries.starts[row] : entries.starts[row + 1], column]
@@ -152,25 +158,15 @@ def bound_by_embedding(
             continuations=len(values),
             variance=float(values.var()),
             mse=float(squares[row, column]) / len(values),
-            weighted_loss=None if losses is None else float(losses[row, column]),
+            weighted_loss=float(losses[row, column]),
         )
 
     return EmbeddingBound(
+        **bound(slice(None)),
         hidden_size=embedding.shape[1],
-        mse_omega2=float(squares.sum()) / (a * in_omega2),
-        mse_omega=float(squares.sum()) / (a * in_omega),
-        weighted_loss=None if losses is None else float(losses.sum()),
-        contradiction_loss=None if contradictions is None else float(contradictions.sum()),
         costly_rows=int((squares > 0).sum()),
         attributes=[
-            AttributeBound(
-                attribute=name,
-                mse_omega2=float(squares[:, column].sum()) / in_omega2,
-                mse_omega=float(squares[:, column].sum()) / in_omega,
-                weighted_loss=None if losses is None else float(losses[:, column].sum()),
-                contradiction_loss=None if contradictions is None else float(contradictions[column]),
-            )
-            for column, name in enumerate(matrix.attributes)
+            AttributeBound(**bound(slice(n, n + 1)), attribute=name) for n, name in enumerate(matrix.attributes)
         ],
         rows=[describe(*divmod(int(cell), a)) for cell in costs],
     )
@@ -190,8 +186,7 @@ def _measure_rows(
         part = slice(entries.starts[row], entries.starts[row + 1])
         x, y = features[torch.from_numpy(columns[part])], torch.from_numpy(entries.values[part])
         squares[row] = least_squares(x, y)
-        if entries.weights is not None:
-            weighted[row] = least_squares(x, y, torch.from_numpy(entries.weights[part]))
+        weighted[row] = least_squares(x, y, torch.from_numpy(entries.weights[part]))
     return squares, weighted
 
 

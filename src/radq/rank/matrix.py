@@ -6,8 +6,8 @@ Several attributes share the hidden state h(x) of a prefix, so they share one st
 are all tokens of the first attribute, then all tokens of the second, and so on. Ω is the set of observed entries, Ω_2
 the set of those in rows with two or more continuations.
 
-The matrix is built depth by depth. Utterances that share a prefix are neighbours when they are sorted by it, so one
-sort per depth finds all rows of that depth. An utterance that no longer shares its prefix with any other is set aside:
+The matrix is built depth by depth. One sort per depth, by the prefix and the token after it, finds all entries of that
+depth. An utterance that no longer shares its prefix with any other is set aside:
 each of its further prefixes is a row with one entry, its own label, and needs no sorting. So only the shared beginnings
 are sorted, which are a small part of all tokens.
 """
@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.sparse
 from jaxtyping import Float, Int
 
 from radq.data.dataset import RewardData
-from radq.errors import DataError
+from radq.errors import DataError, first_line
 from radq.files import atomic_file
 from radq.models.vocabulary import Vocabulary
 
@@ -50,11 +49,9 @@ class Observed:
     def __len__(self) -> int:
         return len(self.values)
 
-    def restrict(self, entries: Int[Array, " s"]) -> "Observed":
-        """Keep only these entries, and drop the rows and columns that become empty."""
-        rows, row_of = np.unique(self.rows[entries], return_inverse=True)
-        columns, column_of = np.unique(self.columns[entries], return_inverse=True)
-        return Observed(row_of, column_of, self.values[entries], (len(rows), len(columns)))
+    @property
+    def sides(self) -> tuple[Int[Array, " e"], Int[Array, " e"]]:
+        return self.rows, self.columns
 
 
 @dataclass(frozen=True)
@@ -130,13 +127,13 @@ class RewardMatrix:
 
     def save(self, file: str | Path) -> None:
         """Write an npz file, which `scipy.sparse.load_npz` reads as a sparse matrix."""
-        parts: dict[str, Any] = {stored: getattr(self, name) for stored, name in STORED_PARTS.items()} | {
+        arrays = {name: getattr(self, name) for name in (*REQUIRED_PARTS, *OPTIONAL_PARTS)}
+        parts: dict[str, Any] = {STORED.get(name, name): part for name, part in arrays.items() if part is not None} | {
             "format": np.array(b"csr"),
             "shape": np.array([self.prefixes, len(self.attributes) * self.vocab_size]),
             "counts": np.array([self.utterances, self.ambiguous, self.contradicting]),
             "attributes": np.array(self.attributes),
         }
-        parts |= {name: getattr(self, name) for name in OPTIONAL_PARTS if getattr(self, name) is not None}
         if self.vocabulary is not None and self.vocabulary.fingerprint is not None:
             parts["vocabulary"] = np.array([str(self.vocabulary.num_tokens), self.vocabulary.fingerprint])
         with atomic_file(file) as temporary, temporary.open("wb") as stream:
@@ -149,7 +146,7 @@ class RewardMatrix:
                 matrix = cls._from_parts(dict(stored))
             matrix._check_parts()
         except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else (str(error).splitlines() or ["damaged"])[0]
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
             raise DataError(
                 f"{str(file)!r} cannot be read as a reward matrix: {reason.rstrip('.')}.",
                 "give a file that `radq rank data --save-matrix FILE` has written.",
@@ -158,24 +155,17 @@ class RewardMatrix:
 
     @classmethod
     def _from_parts(cls, parts: dict[str, Array]) -> "RewardMatrix":
-        utterances, ambiguous, contradicting = parts["counts"].tolist()
+        counts = dict(zip(("utterances", "ambiguous", "contradicting"), parts["counts"].tolist(), strict=True))
         attributes = tuple(parts["attributes"].tolist()) if "attributes" in parts else (UNNAMED,)
         vocab_size = int(parts["shape"][1]) // len(attributes)
-        vocabulary = None
-        if "vocabulary" in parts:
+        find, vocabulary = parts.get, None
+        if "vocabulary" in parts:  # the file has all parts
+            find = parts.__getitem__
             num_tokens, fingerprint = parts["vocabulary"].tolist()
             vocabulary = Vocabulary(vocab_size, int(num_tokens), fingerprint)
-        arrays: dict[str, Any] = {name: parts[stored] for stored, name in STORED_PARTS.items()}
-        arrays |= {name: parts.get(name) for name in OPTIONAL_PARTS}
-        return cls(
-            **arrays,
-            vocab_size=vocab_size,
-            utterances=utterances,
-            ambiguous=ambiguous,
-            contradicting=contradicting,
-            attributes=attributes,
-            vocabulary=vocabulary,
-        )
+        arrays: dict[str, Any] = {name: parts[STORED.get(name, name)] for name in REQUIRED_PARTS}
+        arrays |= {name: find(name) for name in OPTIONAL_PARTS}
+        return cls(**arrays, **counts, vocab_size=vocab_size, attributes=attributes, vocabulary=vocabulary)
 
     def _check_parts(self) -> None:
         """Raise ValueError if parts of a file do not fit each other."""
@@ -201,21 +191,13 @@ class RewardMatrix:
                 raise ValueError(f"its {name} do not fit its entries")
 
 
-STORED_PARTS = {  # names in a file, of which scipy prescribes the first three
-    "indptr": "starts",
-    "indices": "columns",
-    "data": "values",
-    "prefix_utterance": "prefix_utterance",
-    "prefix_length": "prefix_length",
-}
+STORED = {"starts": "indptr", "columns": "indices", "values": "data"}  # names in a file that scipy prescribes
+REQUIRED_PARTS = ("starts", "columns", "values", "prefix_utterance", "prefix_length")
 OPTIONAL_PARTS = ("weights", "contradictions", "omega2_prefixes", "shuffled")
 
 
-@dataclass
-class _Rows:
+class _Rows(NamedTuple):
     """Some rows of the matrix, and the entries of all of them in one array."""
-
-    ARRAYS: ClassVar = ("row_sizes", "prefix_utterance", "prefix_length", "tokens", "values", "weights")
 
     row_sizes: Array
     prefix_utterance: Array
@@ -223,7 +205,7 @@ class _Rows:
     tokens: Array
     values: Array  # (a, e)
     weights: Array
-    contradictions: Array | float = 0.0
+    contradictions: Array | float = 0.0  # (a,)
     ambiguous: int = 0
     contradicting: int = 0
 
@@ -232,7 +214,7 @@ def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = 
     """Build P_Ω([R_1 … R_a]) from tokenised data. Prefixes contain prompts, but only tokens of texts are entries."""
     utterances = _Utterances(data)
     active = np.arange(len(utterances.rows))
-    nodes = np.zeros(len(active), np.int64)  # the number of the prefix that each utterance has at this depth; sorted
+    nodes = np.zeros(len(active), np.int64)  # the number of the prefix that each utterance has at this depth
     parts, loners, departures, depth = [], [], [], 0
     while len(active):
         company = np.bincount(nodes)[nodes] > 1
@@ -242,26 +224,32 @@ def build_matrix(data: RewardData, vocab_size: int, attributes: Sequence[str] = 
         parts.append(part)
         depth += 1
     parts.append(_read_tails(utterances, np.concatenate(loners), np.concatenate(departures)))
-    a = len(utterances.labels)
-    row_sizes, prefix_utterance, prefix_length, *entries = (
-        np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in _Rows.ARRAYS
+    *arrays, contradictions, ambiguous, contradicting = zip(*parts, strict=True)
+    row_sizes, prefix_utterance, prefix_length, columns, values, weights = (
+        np.concatenate(part, axis=-1) for part in arrays
     )
-    starts, columns, values, weights = _stack(vocab_size, row_sizes, *entries)
+    starts, (a, _) = np.concatenate([[0], np.cumsum(row_sizes, dtype=np.int64)]), values.shape
+    attribute: Array | int = 0
+    where: Array | slice = slice(None)
+    if a > 1:  # a row holds its tokens once for each attribute
+        sizes = np.repeat(row_sizes, a)
+        where = concatenate_ranges(np.repeat(starts[:-1], a), sizes)
+        attribute = np.repeat(np.tile(np.arange(a, dtype=np.int32), len(row_sizes)), sizes)
     in_omega2 = row_sizes >= 2
     tokens = concatenate_ranges(data.offsets[prefix_utterance[in_omega2]], prefix_length[in_omega2].astype(np.int64))
     return RewardMatrix(
-        starts=starts,
-        columns=columns,
-        values=values,
+        starts=a * starts,
+        columns=attribute * vocab_size + columns[where],
+        values=values[attribute, where],
         prefix_utterance=prefix_utterance,
         prefix_length=prefix_length,
         vocab_size=vocab_size,
         utterances=len(data),
-        ambiguous=a * sum(part.ambiguous for part in parts),
-        contradicting=sum(part.contradicting for part in parts),
+        ambiguous=a * sum(ambiguous),
+        contradicting=sum(contradicting),
         attributes=tuple(attributes or ([UNNAMED] if a == 1 else [f"{UNNAMED} {n + 1}" for n in range(a)])),
-        weights=weights,
-        contradictions=np.sum([part.contradictions + np.zeros(a) for part in parts], axis=0),
+        weights=weights[where],
+        contradictions=sum(contradictions, np.zeros(a)),
         omega2_prefixes=data.token_ids[tokens].astype(np.int32),
     )
 
@@ -286,21 +274,6 @@ def _counting_rows(data: RewardData) -> Int[Array, " u"]:
     return counting
 
 
-def _stack(
-    vocab_size: int, row_sizes: Array, tokens: Array, values: Array, weights: Array
-) -> tuple[Array, Array, Array, Array]:
-    """Starts, columns, values and weights of [R_1 … R_a], from entries that hold the values of all attributes."""
-    starts, shape = np.concatenate([[0], np.cumsum(row_sizes, dtype=np.int64)]), (len(row_sizes), vocab_size)
-    if len(values) == 1:
-        return starts, tokens, values[0], weights
-    matrix: Any
-    matrix, of_weights = (
-        scipy.sparse.hstack([scipy.sparse.csr_array((part, tokens, starts), shape) for part in parts], format="csr")
-        for parts in (values, np.broadcast_to(weights, values.shape))
-    )
-    return matrix.indptr.astype(np.int64), matrix.indices, matrix.data, of_weights.data
-
-
 class _Utterances:
     """The utterances that count for the matrix. Positions count from the first token of prompt and text together."""
 
@@ -314,9 +287,9 @@ class _Utterances:
         texts = (self.lengths - self.prompt_lengths).astype(np.float64)
         self.scale = data.weights[counting] / (texts * (texts + 1) / 2)  # λ_t = scale · t
 
-    def weights(self, utterances: Array, position: int) -> Array:
-        """λ of the token at a position; 0 if it belongs to the prompt."""
-        return self.scale[utterances] * np.maximum(position + 1 - self.prompt_lengths[utterances], 0)
+    def weights(self, utterances: Array, positions: Array | int) -> Array:
+        """λ of the tokens at these positions; 0 where they belong to the prompt."""
+        return self.scale[utterances] * np.maximum(positions + 1 - self.prompt_lengths[utterances], 0)
 
 
 def _read_level(
@@ -326,63 +299,48 @@ def _read_level(
 
     Returns the utterances that are longer, the numbers of their prefixes at the next depth, and the rows.
     """
-    attributes = range(len(utterances.labels))
     keys = nodes * vocab_size + utterances.tokens[utterances.starts[active] + depth]
     order = np.argsort(keys, kind="stable")
-    active, keys = active[order], keys[order]
-    first = np.flatnonzero(np.diff(keys, prepend=-1))  # the first of the utterances that share an entry
-    weights = utterances.weights(active, depth)
-    sums, counts = _sum_runs(weights, first), _sum_runs(weights > 0, first)
+    active = active[order]
+    keys, first, entries = np.unique(keys[order], return_index=True, return_inverse=True)
+    weights, labels = utterances.weights(active, depth), utterances.labels[:, active]
+    seen = weights > 0
+    sums, totals = np.add.reduceat(weights, first), np.add.reduceat(weights * labels, first, axis=1)
+    counts = np.bincount(entries[seen], minlength=len(keys))
     known = counts > 0
-    children = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(keys))))
-    entry_nodes = (keys[first] // vocab_size)[known]
-    row_starts = np.flatnonzero(np.diff(entry_nodes, prepend=-1))
-    averages = [_average(weights, utterances.labels[a][active], first, children, sums) for a in attributes]
+    means = np.divide(totals, sums, out=np.zeros_like(totals), where=known)
+    example = np.empty_like(means)  # one of the labels of each entry
+    example[:, entries[seen]] = labels[:, seen]
+    differs = seen & (labels != example[:, entries])
+    rows, row_starts, row_sizes = np.unique((keys // vocab_size)[known], return_index=True, return_counts=True)
     part = _Rows(
-        row_sizes=np.diff(np.append(row_starts, len(entry_nodes))),
+        row_sizes=row_sizes,
         prefix_utterance=utterances.rows[active[first[known][row_starts]]].astype(np.int32),
-        prefix_length=np.full(len(row_starts), depth, np.int32),
-        tokens=(keys[first] % vocab_size)[known].astype(np.int32),
-        values=np.array([means[known] for means, _, _ in averages]),
+        prefix_length=np.full(len(rows), depth, np.int32),
+        tokens=(keys % vocab_size)[known].astype(np.int32),
+        values=means[:, known],
         weights=sums[known],
-        contradictions=np.array([spread for _, spread, _ in averages]),
+        contradictions=np.square(labels - means[:, entries]) @ weights,
         ambiguous=int((counts > 1).sum()),
-        contradicting=sum(differing for _, _, differing in averages),
+        contradicting=sum(len(np.unique(entries[part])) for part in differs),
     )
     going_on = utterances.lengths[active] > depth + 1
-    return active[going_on], children[going_on], part
-
-
-def _average(weights: Array, labels: Array, first: Array, children: Array, sums: Array) -> tuple[Array, float, int]:
-    """Weighted means over runs, the weighted sum of squared deviations, and the number of runs whose labels differ."""
-    if not len(first):
-        return np.empty(0), 0.0, 0
-    means = np.divide(_sum_runs(weights * labels, first), sums, out=np.zeros(len(first)), where=sums > 0)
-    spread = float(weights @ np.square(labels - means[children]))
-    seen = weights > 0
-    lowest = np.minimum.reduceat(np.where(seen, labels, np.inf), first)
-    highest = np.maximum.reduceat(np.where(seen, labels, -np.inf), first)
-    return means, spread, int((lowest < highest).sum())
+    return active[going_on], entries[going_on], part
 
 
 def _read_tails(utterances: _Utterances, loners: Array, departures: Array) -> _Rows:
     """Read the rows of prefixes that belong to one utterance each: their one entry is its label."""
     begins = np.maximum(departures, utterances.prompt_lengths[loners])
     sizes = utterances.lengths[loners] - begins
+    owners, positions = np.repeat(loners, sizes), concatenate_ranges(begins, sizes)
     return _Rows(
-        row_sizes=np.ones(int(sizes.sum()), np.int32),
-        prefix_utterance=np.repeat(utterances.rows[loners].astype(np.int32), sizes),
-        prefix_length=concatenate_ranges(begins, sizes).astype(np.int32),
-        tokens=utterances.tokens[concatenate_ranges(utterances.starts[loners] + begins, sizes)].astype(np.int32),
-        values=np.repeat(utterances.labels[:, loners], sizes, axis=1),
-        weights=np.repeat(utterances.scale[loners], sizes)
-        * (concatenate_ranges(begins, sizes) + 1 - np.repeat(utterances.prompt_lengths[loners], sizes)),
+        row_sizes=np.ones(len(owners), np.int32),
+        prefix_utterance=utterances.rows[owners].astype(np.int32),
+        prefix_length=positions.astype(np.int32),
+        tokens=utterances.tokens[utterances.starts[owners] + positions].astype(np.int32),
+        values=utterances.labels[:, owners],
+        weights=utterances.weights(owners, positions),
     )
-
-
-def _sum_runs(values: Array, first: Array) -> Array:
-    """Sums over the runs that begin at the indices `first`."""
-    return np.add.reduceat(values, first, dtype=np.float64) if len(first) else np.empty(0)
 
 
 def concatenate_ranges(starts: Array, sizes: Array) -> Array:

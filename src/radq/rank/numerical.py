@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from radq.data.dataset import NO_LIMIT, RewardData, load_data
 from radq.data.examples import DataColumns
-from radq.errors import DataError, ModelError, OptionError, require_package
+from radq.errors import DataError, ModelError, require_package
 from radq.files import atomic_folder
 from radq.models.loading import find_device, hidden_size
 from radq.models.reward import RewardModel
@@ -65,60 +65,50 @@ class ModelRanks:
     ranks: list[NumericalRank]
 
     def save(self, folder: Path) -> None:
-        """Write rank.json and the plots rank.png and spectrum.png."""
+        """Write rank.json, and plots of the ranks and of the singular values of all prefixes, with d and the cutoff."""
+        title, d, last = f"RAD-{self.kind.upper()}, {self.attribute}", self.hidden_size, self.ranks[-1]
         with atomic_folder(folder) as temporary:
             (temporary / "rank.json").write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-            self._plot_ranks(temporary / "rank.png")
-            self._plot_spectrum(temporary / "spectrum.png")
+            with _axes(temporary / "rank.png", "prefixes (rows)", "numerical rank") as axes:
+                numbers = [rank.num_rows for rank in self.ranks]
+                axes.plot(numbers, [rank.rank for rank in self.ranks], marker="o", label=title)
+                axes.axhline(d, color="grey", linestyle="--", label=f"d = {d}")  # which no RAD-Q exceeds
+                axes.set_xscale("log", base=2)
+            with _axes(temporary / "spectrum.png", "singular value", "σ / σ_1") as axes:
+                largest, numbers = last.spectrum[0] or 1.0, range(1, len(last.spectrum) + 1)
+                (line,) = axes.plot(numbers, [value / largest for value in last.spectrum], label=title)
+                axes.axhline(last.cutoff / largest, color=line.get_color(), linestyle=":", label=f"cutoff, {title}")
+                axes.axvline(d, color="grey", linestyle="--", label=f"d = {d}")
+                axes.set(xscale="log", yscale="log")
 
-    def _plot_ranks(self, file: Path) -> None:
-        """Plot the rank against the number of prefixes, and the hidden size d, which no RAD-Q exceeds."""
-        with self._axes(file, "prefixes (rows)", "numerical rank") as axes:
-            numbers = [rank.num_rows for rank in self.ranks]
-            axes.plot(numbers, [rank.rank for rank in self.ranks], marker="o", label=self._title)
-            axes.axhline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
-            axes.set_xscale("log", base=2)
 
-    def _plot_spectrum(self, file: Path) -> None:
-        """Plot the singular values of all prefixes, divided by the largest, and the cutoff."""
-        with self._axes(file, "singular value", "σ / σ_1") as axes:
-            last = self.ranks[-1]
-            largest, numbers = last.spectrum[0] or 1.0, range(1, len(last.spectrum) + 1)
-            (line,) = axes.plot(numbers, [value / largest for value in last.spectrum], label=self._title)
-            axes.axhline(last.cutoff / largest, color=line.get_color(), linestyle=":", label=f"cutoff, {self._title}")
-            axes.axvline(self.hidden_size, color="grey", linestyle="--", label=f"d = {self.hidden_size}")
-            axes.set(xscale="log", yscale="log")
-
-    @contextmanager
-    def _axes(self, file: Path, x: str, y: str) -> Iterator[Any]:
-        """Save a figure with these axes, which needs no display and changes no global state of matplotlib."""
-        figure = require_package("matplotlib.figure", "report").Figure(figsize=(6, 4), layout="constrained")
-        axes = figure.subplots()
-        axes.set(xlabel=x, ylabel=y)
-        yield axes
-        axes.legend()
-        figure.savefig(file, dpi=150)
-
-    @property
-    def _title(self) -> str:
-        return f"RAD-{self.kind.upper()}, {self.attribute}"
+@contextmanager
+def _axes(file: Path, x: str, y: str) -> Iterator[Any]:
+    """Save a figure with these axes, which needs no display and changes no global state of matplotlib."""
+    figure = require_package("matplotlib.figure", "report").Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=x, ylabel=y)
+    yield axes
+    axes.legend()
+    figure.savefig(file, dpi=150)
 
 
 def measure_ranks(config: ModelRankConfig, progress: bool = False) -> ModelRanks:
     """Numerical ranks of a model's rewards after prefixes from the data, for each number of prefixes."""
-    config.check()
     device, dtype = find_device(config.device), getattr(torch, config.dtype)
     model = RewardModel.from_pretrained(config.reward, device, dtype=dtype)
     if model.tokenizer is None:
         raise ModelError(f"{config.reward!r} has no tokenizer.", "copy the tokenizer files of its backbone into it.")
     attribute, sizes = config.attribute or model.config.attributes[0], config.sizes
-    _require_memory(sizes[-1], model.vocabulary.size)  # before the data are read
+    n, v = sizes[-1], model.vocabulary.size
+    matrix = f"a matrix of {n} × {v} rewards and its factorisation"
+    require_memory(3 * n * v * torch.float64.itemsize, "cpu", matrix, "use fewer --rows.")
     columns = DataColumns(config.text, skip_empty=config.skip_empty)
     data = load_data(config.data, model.tokenizer, columns, NO_LIMIT, config.cache, progress)
     context = model.reader.context
     max_tokens = None if context is None else context - 1  # one position is left for a candidate
     shortest = 0 if model.config.prepend_bos else 1  # without a BOS, a model has no state of an empty prefix
-    prefixes = sample_prefixes(data, sizes[-1], max_tokens, config.seed, shortest)
+    prefixes = sample_prefixes(data, n, max_tokens, config.seed, shortest)
     with without_tf32():
         rows = reward_rows(model, prefixes, attribute, config.batch_size, progress)
     assert model.config.backbone is not None
@@ -175,7 +165,6 @@ def reward_rows(
     column = model.config.attributes.index(attribute)
     n, v = len(prefixes), model.vocabulary.size
     dtype = torch.promote_types(model.dtype, torch.float32)
-    _require_memory(n, v)
     rows = torch.empty(n, v, dtype=dtype)
     by_length = sorted(range(n), key=lambda index: len(prefixes[index]))  # so that batches need little padding
     for first in tqdm(range(0, n, batch_size), desc="rewards", unit="batch", disable=not progress):
@@ -185,12 +174,6 @@ def reward_rows(
     return rows
 
 
-def _require_memory(n: int, v: int) -> None:
-    """Refuse more rows of rewards than fit into memory."""
-    matrix = f"a matrix of {n} × {v} rewards and its factorisation"
-    require_memory(3 * n * v * torch.float64.itemsize, "cpu", matrix, "use fewer --rows.")
-
-
 def numerical_ranks(
     rows: Float[Tensor, "n v"], sizes: Sequence[int], eps: float, device: str = "cpu"
 ) -> list[NumericalRank]:
@@ -198,11 +181,6 @@ def numerical_ranks(
 
     With rowsᵀ = Q R, the first N rows have the singular values of the first N columns of R, which is small.
     """
-    if not sizes or min(sizes) < 1 or max(sizes) > len(rows):
-        raise OptionError(
-            f"numbers of rows must be at least 1 and at most {len(rows)}, got {list(sizes)}.",
-            "choose numbers in that range.",
-        )
     reduced = torch.linalg.qr(rows.T.to(device, torch.float64), mode="r").R  # (min(n, v), n)
     results = []
     for n in sizes:

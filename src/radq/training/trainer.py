@@ -14,13 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer
 
-from radq.data.dataset import GlobalBatches, LongestFirst, RewardData, pad_batch
+from radq.data.dataset import GlobalBatches, RewardData, pad_batch
 from radq.errors import MemoryLimitError, OptionError, RadqError, StoppedError, TrainingError, fills_memory, first_line
 from radq.files import explained_writing
 from radq.models.kv_cache import known_positions
@@ -201,8 +202,8 @@ class BatchTrainer(Trainer):
         return self.collate(batch)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """Evaluate rows in the order of their lengths, which needs less padding."""
-        return LongestFirst(eval_dataset.lengths)
+        """Evaluate the longest rows first: batches need little padding, and full memory shows in the first one."""
+        return np.argsort(-eval_dataset.lengths, kind="stable").tolist()
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Number of texts and of positions in the whole optimizer step, over all micro-batches and processes."""
