@@ -78,9 +78,8 @@ class GuideRows(TextStates[list[int]]):
         self.every = True  # whether these are all rows of the decoder, in its order
         self.widest: int | None = None  # the candidates that one of its rows asks for; None for the whole vocabulary
         self.computed = 0  # rows, of which a captured step has some that are not in use
-        self._targets = torch.zeros(
-            0, dtype=torch.long, device=device
-        )  # the rows in the decoder, counted from 1; 0 for none
+        # the rows in the decoder, counted from 1; 0 for none
+        self._targets = torch.zeros(0, dtype=torch.long, device=device)
 
     # --- rows ---
 
