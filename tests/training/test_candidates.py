@@ -641,7 +641,7 @@ def test_guides_and_several_teachers_teach(settings: RewardTrainingConfig, calm_
     outs = [changed(settled, out=str(tmp_path / way), **{way: True}) for way in ("online", "cache_targets")]
     for one in outs:
         run(one)
-    assert [list(Path(one.out).glob("targets/*.bin")) != [] for one in outs] == [False, True]
+    assert [list(Path(one.out).glob("targets/*/*.bin")) != [] for one in outs] == [False, True]
     torch.testing.assert_close(*(weights(one.out) for one in outs))
 
     both = f"{settings.teacher},{settings.out}"
