@@ -48,6 +48,8 @@ def test_chance_is_said_in_words() -> None:
         warn_of_chance({"eval_candidate_error": 0.3, "eval_constant_candidate_error": 0.3}, [])
     with pytest.warns(UserWarning, match="pair accuracy is 0.52, which is no better than chance"):
         warn_of_chance({"eval_pair_accuracy": 0.52, "eval_chance_pair_accuracy": 0.55}, [])
+    with pytest.warns(UserWarning, match="pair accuracy is 0.46, which is no better than chance"):  # of few pairs
+        warn_of_chance({"eval_pair_accuracy": 0.46, "eval_chance_pair_accuracy": 0.55}, [])
     with pytest.warns(UserWarning, match="in 40% of the pairs.*chosen and rejected may be swapped"):
         warn_of_chance({"eval_pair_accuracy": 0.4, "eval_chance_pair_accuracy": 0.55}, [])
     with pytest.warns(UserWarning, match="does not beat a constant: .* the teacher's rewards is 0.2"):

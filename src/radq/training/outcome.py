@@ -91,14 +91,14 @@ def _find(metrics: dict[str, float], attributes: list[str], unit: str = "text") 
             sentence = f"{attribute}: {title} {value:.2f}: {meaning.format(unit=unit, value=value)}"
             yield Finding(sentence, problem * (value <= chance))
     if (accuracy := known.get("pair_accuracy")) is not None:
-        chance, share = known.get("chance_pair_accuracy", -math.inf), f"the larger reward in {accuracy:.0%} of the"
+        chance, share = known.get("chance_pair_accuracy", 0.5), f"the larger reward in {accuracy:.0%} of the"
         problem = f"the pair accuracy is {accuracy:.2f}, which is no better than chance: random rewards reach "
         problem += f"{chance:.2f} in one of twenty cases"
-        if accuracy < 0.5:
+        if accuracy < 1 - chance:  # which random rewards do in one of twenty cases, too
             problem = f"the preferred text has {share} pairs, less than one half: chosen and rejected may be "
             problem += "swapped in one of the files"
         sentence = f"pair accuracy {accuracy:.2f}: the preferred text has {share} held-out pairs; chance does so in 50%"
-        yield Finding(f"{''.join(attributes[:1])}: {sentence}", problem * (accuracy < 0.5 or accuracy <= chance))
+        yield Finding(f"{''.join(attributes[:1])}: {sentence}", problem * (accuracy <= chance))
     for name, target in ERRORS.items():
         own, constant = known.get(name), known.get(f"constant_{name}")
         if own is not None and constant is not None:
