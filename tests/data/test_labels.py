@@ -216,6 +216,19 @@ def test_numbers_keep_their_order_and_fill_at_most_the_unit_interval(values: lis
     assert (np.diff(labels[np.argsort(values)]) >= 0).all()
 
 
+def test_outliers_do_not_set_the_scale() -> None:
+    values = [*np.linspace(-1, 1.5, 200).tolist(), -30.0, 40.0]
+    (labels, sentence), scale = numbers_of(values), find_scales(cells_of(values), ["y"], LabelRules())[0]
+    assert (scale.low, scale.high) == tuple(float(f"{q:.4g}") for q in np.quantile(values, (0.01, 0.99)))
+    assert labels[-2:] == [0, 1]
+    assert labels[100] == pytest.approx((values[100] - scale.low) / (scale.high - scale.low), abs=1e-6)
+    assert "to 1.487 → 0 to 1, smaller ones → 0 and larger ones → 1 (change this with" in sentence
+    stored = read_scale(json.loads(json.dumps(asdict(scale))), "config.json")
+    assert scale_labels(cells_of([99]), ["y"], [stored]).tolist() == [[1]]
+    whole = find_scales(cells_of([*range(15), 900]), ["y"], LabelRules())[0]  # few numbers are ratings
+    assert (whole.low, whole.high, whole.clips) == (0, 900, False)
+
+
 # --- pieces, files, later data ---
 
 

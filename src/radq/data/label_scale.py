@@ -5,8 +5,8 @@
     scales[0].describe("stars")  # label 'stars': 1 to 5 → 0 to 1 (change this with --label-range)
     labels = scale_labels(cells, ["stars"], scales)
 
-Numbers from 0 to 1 stay as they are. Other numbers are mapped to [0, 1], percentages are divided by 100, and two
-words become 0 and 1 if radq knows them. The scale is stored with a reward model, so that later files are read alike.
+Numbers from 0 to 1 stay as they are. Others are mapped to [0, 1], with outliers at its ends, percentages are divided by
+100, and two words become 0 and 1 if radq knows them. The scale is stored with a reward model for later files.
 Axes: n rows, a label columns.
 """
 
@@ -47,6 +47,8 @@ MISSING_WORDS = ("na", "n/a", "<na>", "null", "none")
 # Usual scales of ratings. One of them is taken if it holds all numbers, and these span three quarters of it.
 USUAL_RANGES = ((-1.0, 1.0), (1.0, 5.0), (1.0, 7.0), (1.0, 10.0), (0.0, 10.0), (0.0, 100.0))
 SPANNED = 0.75
+MANY = 20  # different numbers, from which on a column is measured, not rated, and may have outliers
+INSIDE, WIDER = (0.01, 0.99), 1.1  # quantiles, which become 0 and 1 where the range is so many times as wide
 WORDS_SHOWN = 10
 
 
@@ -119,10 +121,7 @@ def join_cells(parts: Sequence[LabelCells]) -> LabelCells:
 
 
 def read_cells(source: str | Path, table: Table, names: Sequence[str], may_miss: bool = False) -> LabelCells:
-    """Read the label columns of a table whose index numbers its rows; refuse cells that cannot be labels.
-
-    Labels may be missing if `may_miss`.
-    """
+    """Read the label columns of a table whose index numbers its rows; refuse cells that cannot be labels."""
     kinds, values = np.empty((len(table), len(names)), np.uint8), np.empty((len(table), len(names)))
     words = []
     for column, name in enumerate(names):
@@ -193,6 +192,7 @@ class LabelScale:
         high: the number that becomes 1.
         unit: "%" if the numbers have a percent sign, else "".
         bounded: whether numbers below `low` and above `high` are refused.
+        clips: whether these become 0 and 1 instead.
     """
 
     words: Mapping[str, float] = field(default_factory=dict)
@@ -200,6 +200,7 @@ class LabelScale:
     high: float = 1.0
     unit: str = ""
     bounded: bool = True
+    clips: bool = False
 
     def describe(self, name: str) -> str:
         """One sentence about what becomes of the labels in the column `name`."""
@@ -209,17 +210,15 @@ class LabelScale:
             return f"label {name!r}: {numbers} (change this with --label-map)"
         if (self.low, self.high, self.unit) == (0, 1, ""):
             return f"label {name!r}: {'numbers from 0 to 1' if self.bounded else 'numbers'} stay as they are"
-        return "label {!r}: {} to {} → 0 to 1 (change this with --label-range)".format(name, *self._limits)
+        others = ", smaller ones → 0 and larger ones → 1" * self.clips
+        return "label {!r}: {} to {} → 0 to 1{} (change this with --label-range)".format(name, *self._limits, others)
 
     @property
     def _limits(self) -> tuple[str, str]:
         return f"{self.low:.12g}{self.unit}", f"{self.high:.12g}{self.unit}"
 
     def apply(self, cells: LabelCells, column: int, name: str) -> np.ndarray:
-        """The labels of a column in single precision, (n,); an error names the first cell outside the scale.
-
-        Missing labels are NaN.
-        """
+        """The labels of a column in single precision, (n,), or NaN; an error names the first cell outside the scale."""
         known = cells.kinds[:, column] != MISSING
         if self.words:
             labels = self.look_up(cells, column)
@@ -228,9 +227,10 @@ class LabelScale:
         else:
             values, kinds = cells.values[:, column], cells.kinds[:, column]
             labels = (values - self.low) / (self.high - self.low)
+            labels = labels.clip(0, 1) if self.clips else labels
             wrong = kinds != (PERCENT if self.unit else NUMBER)
             allowed = "a percentage" if self.unit else "a number"
-            if self.bounded:
+            if self.bounded and not self.clips:
                 wrong |= (values < self.low) | (values > self.high)
                 allowed += " from {} to {}".format(*self._limits)
             hint = "change the label or --label-range."
@@ -423,6 +423,9 @@ def _scale_numbers(values: np.ndarray, name: str) -> LabelScale:
     for usual_low, usual_high in USUAL_RANGES:
         if usual_low <= low and high <= usual_high and high - low >= SPANNED * (usual_high - usual_low):
             return LabelScale(low=usual_low, high=usual_high)
+    first, last = (float(f"{number:.4g}") for number in np.quantile(values, INSIDE))
+    if len(np.unique(values)) > MANY and high - low > WIDER * (last - first) > 0:
+        return LabelScale(low=first, high=last, clips=True)
     return LabelScale(low=low, high=high)
 
 
