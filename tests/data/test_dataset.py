@@ -177,12 +177,17 @@ def test_an_empty_batch_weighs_nothing(toy_tokenizer: PreTrainedTokenizerBase, t
         ("", "cannot be read"),
         ("text,toxicity\nfilm,1\n", "no column 'praise'.*it has text, toxicity"),
         ("body,praise\nfilm,1\n", "no column 'text'"),
+        (" text , Praise\nfilm,1\n", "no column 'text'.*did you mean ' text '"),
+        ("text,prasie\nfilm,1\n", "no column 'praise'.*did you mean 'prasie'"),
+        ("text;praise\nfilm;1\n", "no column 'text'.*separated by ';': save the table with commas"),
+        ("text,praise\nfilm,1\n".encode("utf-16"), "cannot be read as csv.*save it as UTF-8"),
+        ("text,praise\ncafé,1\n".encode("latin-1"), "cannot be read as csv.*save it as UTF-8"),
     ],
 )
 def test_mistakes_are_named_by_place_and_value(
-    content: str, message: str, toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    content: str | bytes, message: str, toy_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.csv").write_text(content)
+    (tmp_path / "rows.csv").write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError, match=rf"rows\.csv.*{message}") as caught:
         load_data([tmp_path / "rows.csv"], toy_tokenizer, PRAISE, cache_folder=tmp_path / "cache")
     assert caught.value.hint

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -60,10 +61,10 @@ def _read_file(path: Path) -> Iterator[Table]:
     except DataError:
         raise
     except (EOFError, lzma.LZMAError, csv.Error, TypeError, ValueError, ArithmeticError, OSError) as error:
-        raise DataError(
-            f"{str(path)!r} cannot be read as {kind[1:]}: {first_line(error)}.",
-            "check that the file is complete and of this format.",
-        ) from error
+        hint = "check that the file is complete and of this format."
+        if isinstance(error, UnicodeError):  # such as Latin-1 or UTF-16
+            hint = "save it as UTF-8, which spreadsheets call CSV UTF-8."
+        raise DataError(f"{str(path)!r} cannot be read as {kind[1:]}: {first_line(error)}.", hint) from error
 
 
 def find_format(path: Path) -> str:
@@ -112,9 +113,19 @@ def check_columns(
     columns = list(columns)
     for name in names:
         if name not in columns and name not in optional:
-            raise DataError(f"{source} has no column {name!r}.", f"it has {', '.join(map(str, columns)) or 'none'}.")
+            raise DataError(f"{source} has no column {name!r}.", _suggest_column(name, [str(one) for one in columns]))
         if columns.count(name) > 1:
             raise DataError(f"{source} has {columns.count(name)} columns {name!r}.", "rename all of them but one.")
+
+
+def _suggest_column(name: str, columns: list[str]) -> str:
+    """What a user may have meant by a column that there is not."""
+    separator = next((mark for mark in ";\t|" if mark in columns[0]), "") if len(columns) == 1 else ""
+    if separator:
+        return f"its columns are separated by {separator!r}: save the table with commas, or with tabs as .tsv."
+    plain = {column.strip().casefold(): column for column in columns}
+    meant = [plain[match] for match in get_close_matches(name.strip().casefold(), plain, 1)]
+    return f"{f'did you mean {meant[0]!r}? ' if meant else ''}it has {', '.join(columns) or 'none'}."
 
 
 @contextmanager
