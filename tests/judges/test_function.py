@@ -23,6 +23,11 @@ def slow(texts):
     time.sleep(60)
 slow.seconds = 0.5
 
+def waits(texts):
+    time.sleep(0 if "first" in texts else 3600)
+    return [1.0 for text in texts]
+waits.seconds = 3600
+
 def fails(texts):
     return [1 / text.count("a") for text in texts]
 
@@ -96,6 +101,15 @@ def test_a_function_that_fails_is_one_line(name: str, message: str, module: Path
     for _ in range(2):  # its process is begun again
         with pytest.raises(ModelError, match=message):
             judge.score(["a banana", "oh"])
+
+
+def test_work_that_is_stopped_waits_for_no_batch(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    judge = load_judge("function:own_scores:waits")
+    work = judge.judge(["first", *("other" for _ in range(40))])
+    assert len(next(work)[0]) == 32
+    work.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert judge.score(["first"]) == [1.0]
 
 
 @pytest.mark.parametrize("place", ["own_scores:nothing", "no_module:words", "own_scores"])

@@ -53,14 +53,14 @@ class FunctionJudge(Judge):
         low, high = first.about["limits"] or (-math.inf, math.inf)
         self.limits, self.seconds = (low, high), first.about["seconds"] or SECONDS
         self.name = f"function:{place}@{first.about['source']}"
-        self._number = min(MOST_PROCESSES, os.cpu_count() or 1)
+        self._number, self._running = min(MOST_PROCESSES, os.cpu_count() or 1), set()
         for _ in range(self._number - 1):
             self._idle.put(None)  # begun when it is needed
 
     def judge(self, texts: Sequence[str]) -> Iterator[Scored]:
         batches = [range(first, min(first + BATCH, len(texts))) for first in range(0, len(texts), BATCH)]
         with ThreadPoolExecutor(self._number) as threads:
-            results = threads.map(partial(self._call, texts), batches)
+            results = threads.map(partial(self._call, texts, stop := Event()), batches)
             try:
                 for batch, scores in zip(batches, results, strict=True):
                     known = [n for n, score in enumerate(scores) if score is not None]
@@ -68,19 +68,22 @@ class FunctionJudge(Judge):
                     for _ in range(len(scores) - len(known)):
                         self.counts["missing"] += 1
                         yield [], np.array([])
-            finally:
+            finally:  # also after Ctrl-C, and after an error, which must not wait for other batches
+                stop.set()
+                for process in list(self._running):
+                    process.child.kill()
                 threads.shutdown(cancel_futures=True)
 
-    def _call(self, texts: Sequence[str], batch: range) -> list[float | None]:
+    def _call(self, texts: Sequence[str], stop: Event, batch: range) -> list[float | None]:
         process = self._idle.get()
         try:
             process = process or Process(self.place)
-            return process.score([texts[n] for n in batch], self.seconds)
-        except ModelError:
-            process = None  # it may have ended
-            raise
+            self._running.add(process)
+            return [] if stop.is_set() else process.score([texts[n] for n in batch], self.seconds)
         finally:
-            self._idle.put(process)
+            self._running.discard(process)
+            ended = process is None or process.child.poll() is not None
+            self._idle.put(None if ended else process)
 
 
 class Process:
