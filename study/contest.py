@@ -39,7 +39,7 @@ TRAININGS = (OURS, OURS_AGAIN)  # of our method
 
 @dataclass(frozen=True)
 class Task:
-    """What is steered towards, the prompts by class, the judges, and the metric that decides."""
+    """A task holds the attribute, the prompts by class, the judges, and the metric that decides."""
 
     name: str  # also the name of the attribute
     side: int  # +1 where more of the attribute is wanted, −1 where less is
@@ -100,7 +100,7 @@ class Method:
 
     @property
     def has_curve(self) -> bool:
-        """Whether it has a β."""
+        """Tell whether the method has a β."""
         return bool(self.dev_beta or self.like)
 
     def layers_read(self, k: int, layers: int, first_layers: int) -> int:
@@ -257,7 +257,7 @@ class Candidate:
         return fmean(attribute_at([(p.ratio, p.attribute) for p in points]) for points in self.curves.values())
 
     def distance(self) -> float:
-        """How far, in log perplexity, the farthest class of prompts stays away from the perplexity of comparison."""
+        """The largest distance, in log perplexity, of a class of prompts from the perplexity of comparison."""
         return max(min(abs(np.log(p.ratio / TARGET)) for p in points) for points in self.curves.values())
 
     def told(self) -> dict[str, Any]:

@@ -440,6 +440,13 @@ def parse_arguments() -> argparse.Namespace:
     found = parser.parse_args()
     if len(found.files) != FILES.get(found.piece, 0):
         parser.error(f"{found.piece} takes {FILES.get(found.piece, 0)} files, not {len(found.files)}.")
+    given = [
+        name
+        for name in ("base", "only", "lm", "shipped", "memory")
+        if getattr(found, name) != contest.get_default(name)
+    ]
+    if given and found.piece not in CONTEST_PIECES:
+        parser.error(f"--{given[0]} is for the pieces {' and '.join(CONTEST_PIECES)}, not for {found.piece}.")
     return found
 
 

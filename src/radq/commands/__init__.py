@@ -37,7 +37,7 @@ LabelRange = Annotated[
     tuple[float, float] | None,
     tyro.conf.arg(
         help="Lowest and highest label, which are mapped to 0 and 1. By default numbers outside 0 to 1 are mapped by "
-        "their own range, or as in the training of the model."
+        "their own range without outliers, or as in the training of the model."
     ),
 ]
 Limit = Annotated[int | None, Range(1)]

@@ -119,7 +119,7 @@ def check_columns(
 
 
 def _suggest_column(name: str, columns: list[str]) -> str:
-    """What a user may have meant by a column that there is not."""
+    """Say how to name a column that the table does not have: by a similar name, or after saving it with commas."""
     separator = next((mark for mark in ";\t|" if mark in columns[0]), "") if len(columns) == 1 else ""
     if separator:
         return f"its columns are separated by {separator!r}: save the table with commas, or with tabs as .tsv."

@@ -44,7 +44,7 @@ class DataConfig:
     well-known pairs of words, such as no and yes, become 0 and 1."""
     label_range: tuple[float, float] | None = None
     """Lowest and highest label, which are mapped to 0 and 1. By default numbers from 0 to 1 stay as they are, and other
-    numbers are mapped by their own range."""
+    numbers are mapped by their own range, without outliers."""
     keep_labels: bool = False
     """Leave numbers as they are, also outside 0 to 1, which the loss mse allows."""
     skip_empty: bool = False
